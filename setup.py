@@ -1,0 +1,42 @@
+"""Builds the extension modules; everything else about the package stands in pyproject.toml."""
+import os
+import subprocess
+import tempfile
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+INCLUDE = ["include", "kvio/_ext"]
+WARNINGS = ["-std=gnu11", "-O3", "-g", "-Wall", "-Wextra", "-Wshadow", "-Wno-unused-parameter",
+            "-Werror", "-fvisibility=hidden"]
+EXTRA = os.environ.get("KVIO_CFLAGS", "").split()
+
+
+def liburing():
+    """The static liburing if there is one, else the shared one, else none (and `threads` serves)."""
+    for flag in ("-l:liburing.a", "-luring"):
+        with tempfile.TemporaryDirectory() as folder:
+            source = os.path.join(folder, "probe.c")
+            with open(source, "w") as file:
+                file.write("#include <liburing.h>\nint main(void) { struct io_uring r; "
+                           "return io_uring_queue_init(1, &r, 0); }\n")
+            command = [os.environ.get("CC", "cc"), source, "-o", source + ".out", flag]
+            if subprocess.run(command, capture_output=True).returncode == 0:
+                return flag
+    print("liburing-dev is not installed: building without io_uring, the store will use threads")
+    return None
+
+
+def extension(name, sources, macros=(), link=()):
+    return Extension(
+        f"kvio._ext.{name}", [f"kvio/_ext/{name}.pyx", *(f"kvio/_ext/{s}" for s in sources)],
+        include_dirs=INCLUDE, define_macros=[("_GNU_SOURCE", None), *macros],
+        extra_compile_args=WARNINGS + EXTRA, extra_link_args=[*link, *EXTRA, "-pthread"])
+
+
+uring = liburing()
+modules = [
+    extension("block", ["blake2b.c", "crc32c.c", "geometry.c"]),
+]
+setup(ext_modules=cythonize(modules, language_level=3, include_path=["kvio/_ext"],
+                            compiler_directives={"binding": True, "embedsignature": True}))
