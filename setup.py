@@ -38,5 +38,5 @@ uring = liburing()
 modules = [
     extension("block", ["blake2b.c", "crc32c.c", "geometry.c"]),
 ]
-setup(ext_modules=cythonize(modules, language_level=3, include_path=["kvio/_ext"],
+setup(ext_modules=cythonize(modules, language_level=3, build_dir="build/cython", include_path=["kvio/_ext"],
                             compiler_directives={"binding": True, "embedsignature": True}))
