@@ -1,0 +1,183 @@
+"""`Transfer`: one batch in flight, whoever moves it.
+
+A store's ring and a NIC's queue pair both hand out a *handle* from `_ext`; this module gives it
+the one interface users see. A handle is anything with
+
+    poll() -> bool          drive without blocking; True once every element has drained
+    wait(timeout_s) -> bool drive or sleep without the GIL, at most timeout_s (None: for ever)
+    cancel()                give up what has not started; returns once the hardware has drained
+    fileno() -> int         an eventfd of this batch, readable once it has drained
+    drive_fd() -> int       an fd that is readable when poll() would make progress, or -1 where
+                            a C thread makes the progress
+    status                  int32 array, one per element: 0, -EINPROGRESS or -errno
+    stats() -> dict         nbytes, submitted_ns, completed_ns (CLOCK_MONOTONIC)
+
+Who owns what: a device may write the transfer's memory until it has drained, whether or not
+anybody still looks at the `Transfer`. So each one is held in `_in_flight`, with the objects in
+`keep`, until its draining has been *observed*; only then does `on_drain` run (a pool unpins its
+blocks there) and the memory becomes anybody's.
+"""
+import asyncio
+import errno
+import threading
+import weakref
+
+import numpy as np
+
+from kvio.errors import TransferError, TransferTimeout, errno_name
+
+__all__ = ["Transfer", "in_flight", "reap"]
+
+_in_flight: set = set()
+_lock = threading.Lock()
+
+
+class Transfer:
+    """A batch of reads or writes that is in flight or has drained.
+
+    `wait()` and `await` return once the batch has **drained** (no device can touch its memory any
+    more). A store's read returns the length of the usable prefix; any other kind returns None if
+    all elements succeeded and raises `TransferError` otherwise.
+    """
+
+    __slots__ = ("_handle", "_keep", "_on_drain", "_finish", "_what", "__weakref__")
+
+    def __init__(self, handle, what, *, keep=(), on_drain=None, finish=None):
+        """`what` names the batch in errors; `finish(status)` computes the result."""
+        self._handle, self._what = handle, what
+        self._keep, self._on_drain = keep, on_drain
+        self._finish = finish or self._all_or_error
+        with _lock:
+            _in_flight.add(self)
+
+    def __repr__(self):
+        status = self.status
+        failed = int(np.count_nonzero((status != 0) & (status != -errno.EINPROGRESS)))
+        state = "done" if self.done else "in flight"
+        return f"<Transfer {self._what}: {len(status)} elements, {failed} failed, {state}>"
+
+    @property
+    def done(self) -> bool:
+        """True once drained. Looks (and drives a soft NIC a little), never blocks."""
+        if not self._handle.poll():
+            return False
+        self._drained()
+        return True
+
+    @property
+    def status(self) -> np.ndarray:
+        """int32 per element: 0, -EINPROGRESS, or -errno (ENOENT a miss, EBADMSG a failed check,
+        ECANCELED). Final once `done`."""
+        return np.asarray(self._handle.status)
+
+    @property
+    def stats(self) -> dict:
+        """nbytes asked for, and when the batch was submitted and completed (monotonic ns)."""
+        return self._handle.stats()
+
+    def fileno(self) -> int:
+        """An eventfd that is readable once the batch has drained. On a soft NIC somebody has to
+        drive (`wait`, `await` or `poll` of any transfer of that fabric) for it to become so."""
+        return self._handle.fileno()
+
+    def wait(self, timeout: float | None = None):
+        """Block until drained; the result, or the error. TransferTimeout after `timeout` s."""
+        if not self._handle.wait(timeout):
+            raise TransferTimeout(f"{self._what}: not finished after {timeout} s; it goes on and "
+                                  "keeps its memory: wait again, or cancel it")
+        return self._result()
+
+    def __await__(self):
+        if not self._handle.poll():
+            yield from _readable(self._handle).__await__()
+        return self._result()
+
+    def cancel(self) -> None:
+        """Give up the elements that have not started (ECANCELED); return once drained."""
+        self._handle.cancel()
+        self._handle.wait(None)
+        self._drained()
+
+    def _result(self):
+        self._drained()
+        return self._finish(self.status)
+
+    def _drained(self):
+        with _lock:
+            _in_flight.discard(self)
+            on_drain, self._on_drain, self._keep = self._on_drain, None, ()
+        if on_drain is not None:
+            on_drain()
+
+    def _all_or_error(self, status):
+        bad = np.flatnonzero(status)
+        if len(bad) == 0:
+            return None
+        first = int(bad[0])
+        explain = getattr(self._handle, "explain", None)
+        why = explain(first) if explain else errno_name(status[first])
+        raise TransferError(status[first], f"{self._what}: {len(bad)} of {len(status)} elements "
+                            f"failed, first element {first}: {why}", status)
+
+
+def in_flight() -> int:
+    """How many transfers have not been seen to drain yet."""
+    with _lock:
+        return len(_in_flight)
+
+
+def reap() -> int:
+    """Look at transfers nobody waits for and let go of those that have drained; returns how many.
+
+    Pools call it before they say that they are out of blocks.
+    """
+    with _lock:
+        waiting = list(_in_flight)
+    return sum(1 for transfer in waiting if transfer.done)
+
+
+class _Driver:
+    """Polls soft NICs from an event loop: one reader per drive fd, shared by all who wait."""
+
+    def __init__(self, loop):
+        self.loop, self.waiting = loop, {}      # fd -> list of handles
+
+    def add(self, fd, handle):
+        if fd not in self.waiting:
+            self.waiting[fd] = []
+            self.loop.add_reader(fd, self.drive, fd)
+        self.waiting[fd].append(handle)
+
+    def remove(self, fd, handle):
+        handles = self.waiting[fd]
+        handles.remove(handle)
+        if not handles:
+            del self.waiting[fd]
+            self.loop.remove_reader(fd)
+
+    def drive(self, fd):
+        self.waiting[fd][0].poll()              # drives the whole fabric, hence all of them
+
+
+_drivers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Driver]"
+_drivers = weakref.WeakKeyDictionary()
+
+
+async def _readable(handle) -> None:
+    """Until the handle's batch has drained, without blocking the running loop."""
+    loop = asyncio.get_running_loop()
+    woken, fd, drive_fd = loop.create_future(), handle.fileno(), handle.drive_fd()
+    loop.add_reader(fd, lambda: woken.done() or woken.set_result(None))
+    driver = _drivers.setdefault(loop, _Driver(loop)) if drive_fd >= 0 else None
+    try:
+        if driver is not None:
+            driver.add(drive_fd, handle)
+        while not handle.poll():
+            await woken
+            woken = loop.create_future()
+    finally:
+        loop.remove_reader(fd)
+        if driver is not None:
+            driver.remove(drive_fd, handle)
+
+

@@ -1,0 +1,87 @@
+"""Every error kvio raises on purpose. Each says what failed, where, and what to try.
+
+All derive from `KvioError` and from the builtin that Python code would catch anyway, so
+`except OSError` and `except ValueError` keep their meaning. Nothing is imported here: any layer
+may raise these.
+"""
+import errno as _errno
+import os as _os
+
+__all__ = [
+    "BackendUnavailable", "Busy", "Closed", "FormatError", "InvalidArgument", "KvioError",
+    "LayoutMismatch", "ModelMissing", "OutOfBlocks", "StoreError", "TransferError",
+    "TransferTimeout", "errno_name",
+]
+
+
+def errno_name(code: int) -> str:
+    """`-errno` or `errno` in words: `"EBADMSG (Bad message)"`; 0 is `"OK"`."""
+    code = abs(int(code))
+    if code == 0:
+        return "OK"
+    return f"{_errno.errorcode.get(code, code)} ({_os.strerror(code)})"
+
+
+class KvioError(Exception):
+    """Base of all errors of kvio."""
+
+
+class InvalidArgument(KvioError, ValueError):
+    """The caller passed something of a wrong shape, dtype, range or state. Nothing was changed."""
+
+
+class LayoutMismatch(KvioError, ValueError):
+    """A store, pool or region was made for another `BlockLayout`."""
+
+
+class Closed(KvioError, ValueError):
+    """The store, ring, NIC, peer or pool was closed before this call."""
+
+
+class OutOfBlocks(KvioError, MemoryError):
+    """A pool has fewer free blocks than were asked for. Nothing was handed out."""
+
+
+class ModelMissing(KvioError, ImportError):
+    """The package that carries the language model's weights is not installed."""
+
+
+class _OsError(KvioError, OSError):
+    """An error with an `errno`."""
+
+    def __init__(self, code: int, message: str):
+        super().__init__(abs(int(code)), message)
+
+    def __str__(self) -> str:
+        return f"{self.strerror} [{errno_name(self.errno)}]"
+
+
+class Busy(_OsError):
+    """EBUSY: something is still in flight (deregister, close). Wait for it or cancel it first."""
+
+    def __init__(self, message: str):
+        super().__init__(_errno.EBUSY, message)
+
+
+class BackendUnavailable(_OsError):
+    """A provider or a storage back end cannot run on this machine; the message says the remedy."""
+
+
+class StoreError(_OsError):
+    """The store's directory or one of its files cannot be used."""
+
+
+class FormatError(StoreError):
+    """A file of the store is not what docs/format.md says."""
+
+
+class TransferError(_OsError):
+    """A transfer has drained and at least one element failed; `transfer.status` tells which."""
+
+    def __init__(self, code: int, message: str, status=None):
+        super().__init__(code, message)
+        self.status = status
+
+
+class TransferTimeout(KvioError, TimeoutError):
+    """`wait` gave up. The transfer goes on and keeps its memory; wait again or cancel it."""
