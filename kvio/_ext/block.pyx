@@ -1,1 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
+# cython: boundscheck=False, wraparound=False
+"""Keys, checksums and layer descriptors: Python's door to include/kvio/block.h."""
+from cpython.buffer cimport (PyBUF_C_CONTIGUOUS, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release,
+                             PyObject_GetBuffer)
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+
+from core cimport (kvio_block_keys, kvio_blake2b16, kvio_crc32c, kvio_crc32c_portable,
+                   kvio_describe, kvio_key, kvio_reoffset, kvio_side, kvio_wr)
+
+MAX_LENGTH = 1 << 30        # a merged work request stays below every provider's max_msg_sz
+
+
+def block_keys_into(const uint32_t[::1] ids not None, uint32_t block_tokens,
+                    const uint8_t[::1] root not None, uint8_t[::1] out not None):
+    """Fill `out` (32 bytes a row) with the chained keys of the full blocks of `ids`."""
+    cdef size_t count = ids.shape[0]
+    cdef const uint32_t *first = &ids[0] if count else NULL
+    if block_tokens == 0 or root.shape[0] != 16:
+        raise ValueError("block_tokens must be positive and root 16 bytes")
+    if <size_t>out.shape[0] != count // block_tokens * sizeof(kvio_key):
+        raise ValueError("out has the wrong length")
+    if count < block_tokens:
+        return
+    with nogil:
+        kvio_block_keys(first, count, block_tokens, &root[0], <kvio_key *>&out[0])
+
+
+def blake2b16(const uint8_t[::1] data not None, const uint8_t[::1] salt not None,
+              const uint8_t[::1] person not None):
+    """BLAKE2b-128 of data; salt and person are 16 bytes. For the tests."""
+    cdef uint8_t[16] out
+    if salt.shape[0] != 16 or person.shape[0] != 16:
+        raise ValueError("salt and person must be 16 bytes")
+    kvio_blake2b16(&data[0] if data.shape[0] else NULL, data.shape[0], &salt[0], &person[0], out)
+    return bytes(out[:16])
+
+
+def crc32c(const uint8_t[::1] data not None, uint32_t crc=0, bint portable=False):
+    """CRC-32C of the bytes, continuing from `crc`."""
+    cdef size_t nbytes = data.shape[0]
+    cdef const uint8_t *first = &data[0] if nbytes else NULL
+    with nogil:
+        crc = kvio_crc32c_portable(crc, first, nbytes) if portable \
+            else kvio_crc32c(crc, first, nbytes)
+    return crc
+
+
+cdef class LayerWrs:
+    """Work requests of one layer of `count` blocks, kept in a numpy array and moved in place.
+
+    `move` adds to all addresses; whoever posts them copies them, so moving is safe while an
+    earlier layer is in flight.
+    """
+    cdef Py_buffer _view
+    cdef kvio_wr *_wrs
+    cdef readonly size_t num_wrs
+
+    def __cinit__(self, wrs, uint32_t opcode, uint64_t local_base, uint64_t local_stride,
+                  uint64_t lkey, local_ids, uint64_t remote_base, uint64_t remote_stride,
+                  uint64_t rkey, remote_ids, uint32_t nbytes, uint32_t tail_nbytes):
+        """Bases already include the layer's offset. `*_ids` is a contiguous int64 array or None
+        for 0, 1, 2, ...; `wrs` is a contiguous array with room for one request a block."""
+        cdef Py_buffer local_view, remote_view
+        cdef kvio_side local = kvio_side(local_base, local_stride, 0, lkey, NULL)
+        cdef kvio_side remote = kvio_side(remote_base, remote_stride, 0, rkey, NULL)
+        cdef int64_t made
+        PyObject_GetBuffer(wrs, &self._view, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS)
+        self._wrs = <kvio_wr *>self._view.buf
+        cdef size_t count = self._view.len // sizeof(kvio_wr)
+        if local_ids is not None:
+            PyObject_GetBuffer(local_ids, &local_view, PyBUF_SIMPLE)
+            local.block_ids = <const int64_t *>local_view.buf
+            if <size_t>local_view.len != 8 * count:
+                count = 0
+            PyBuffer_Release(&local_view)
+        if remote_ids is not None:
+            PyObject_GetBuffer(remote_ids, &remote_view, PyBUF_SIMPLE)
+            remote.block_ids = <const int64_t *>remote_view.buf
+            if <size_t>remote_view.len != 8 * count:
+                count = 0
+            PyBuffer_Release(&remote_view)
+        # The ids stay referenced by the caller's frame during the call: releasing early is safe.
+        made = kvio_describe(self._wrs, opcode, &local, &remote, count, nbytes, tail_nbytes,
+                             MAX_LENGTH) if count else -1
+        if made < 0:
+            raise ValueError("one id per block and 0 < tail_nbytes <= nbytes are needed")
+        self.num_wrs = <size_t>made
+
+    def __dealloc__(self):
+        PyBuffer_Release(&self._view)
+
+    def move(self, int64_t local_delta, int64_t remote_delta):
+        """Add the deltas to every local and remote address."""
+        kvio_reoffset(self._wrs, self.num_wrs, local_delta, remote_delta)

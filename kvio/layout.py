@@ -1,0 +1,330 @@
+"""Geometry of the KV-Cache: Full Blocks, Layer Blocks, keys, and the work requests of a layer.
+
+A **Layer Block** holds one layer of a block of tokens, `[1, block_tokens, bytes]`; a **Full
+Block** holds all layers, `[num_layers, block_tokens, bytes]`. Layer Blocks of one block, one
+after another, are the Full Block: slicing is the only conversion.
+"""
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from kvio._ext import block as _block
+from kvio.errors import InvalidArgument
+
+__all__ = ["BlockLayout", "KEY_DTYPE", "LayerDescriptors", "READ", "SGE_DTYPE", "Side", "WRITE",
+           "WR_DTYPE", "block_keys", "root_key"]
+
+PAGE = 4096
+READ, WRITE = 1, 2                                  # enum kvio_opcode
+
+KEY_DTYPE = np.dtype([("key", "u1", (16,)), ("parent", "u1", (16,))])
+WR_DTYPE = np.dtype([("wr_id", "<u8"), ("local_addr", "<u8"), ("remote_addr", "<u8"),
+                     ("lkey", "<u8"), ("rkey", "<u8"), ("length", "<u4"), ("opcode", "<u4"),
+                     ("sge_first", "<u4"), ("num_sge", "<u4"), ("reserved", "<u8")])
+SGE_DTYPE = np.dtype([("addr", "<u8"), ("lkey", "<u8"), ("length", "<u4"), ("reserved", "<u4")])
+
+# Bytes of one value of a KV-Cache. `fp8_ds_mla` is DeepSeek-V3.2's latent: 512 FP8 values, four
+# float32 scales and 64 BF16 rope values are 656 bytes; its indexer key adds 128 FP8 and a scale.
+_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1,
+             "int8": 1}
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The shape of a block.
+
+    `bytes_per_token` is per layer: an int, or a sequence of `num_layers` ints when layers differ.
+    """
+
+    num_layers: int
+    block_tokens: int = 64
+    bytes_per_token: int | tuple[int, ...] = 0
+
+    def __post_init__(self):
+        for name in ("num_layers", "block_tokens"):
+            value = getattr(self, name)
+            if not _is_int(value) or value <= 0:
+                raise InvalidArgument(f"{name} must be a positive int, not {value!r}")
+            object.__setattr__(self, name, int(value))
+        per_layer = self.bytes_per_token
+        if _is_int(per_layer):
+            per_layer = (int(per_layer),) * self.num_layers
+        try:
+            per_layer = tuple(int(n) for n in per_layer if _is_int(n) or _refuse(n))
+        except TypeError:
+            raise InvalidArgument("bytes_per_token must be an int or a sequence of ints, not "
+                                  f"{self.bytes_per_token!r}") from None
+        if len(per_layer) != self.num_layers or min(per_layer) <= 0:
+            raise InvalidArgument(
+                f"bytes_per_token needs {self.num_layers} positive ints, one a layer; got "
+                f"{self.bytes_per_token!r}")
+        uniform = len(set(per_layer)) == 1
+        object.__setattr__(self, "bytes_per_token", per_layer[0] if uniform else per_layer)
+        if max(per_layer) * self.block_tokens > _block.MAX_LENGTH:
+            raise InvalidArgument("a Layer Block may not exceed 1 GiB; use fewer block_tokens")
+
+    @property
+    def is_uniform(self) -> bool:
+        """True when all layers have the same bytes per token."""
+        return isinstance(self.bytes_per_token, int)
+
+    @cached_property
+    def layer_bytes_per_token(self) -> tuple[int, ...]:
+        """Bytes of one token, layer by layer."""
+        per = self.bytes_per_token
+        return (per,) * self.num_layers if isinstance(per, int) else per
+
+    @cached_property
+    def layer_offsets(self) -> tuple[int, ...]:
+        """Where each Layer Block starts in its Full Block; one more entry, the end."""
+        sizes = [n * self.block_tokens for n in self.layer_bytes_per_token]
+        return tuple(int(n) for n in np.concatenate([[0], np.cumsum(sizes)]))
+
+    @cached_property
+    def full_block_nbytes(self) -> int:
+        """Bytes of a Full Block."""
+        return self.layer_offsets[-1]
+
+    @cached_property
+    def stride(self) -> int:
+        """Bytes from one block of a pool or slot of a segment to the next: whole 4 KiB pages."""
+        return -(-self.full_block_nbytes // PAGE) * PAGE
+
+    def layer_block_nbytes(self, layer: int) -> int:
+        """Bytes of the Layer Block of `layer`."""
+        return self.layer_bytes_per_token[layer] * self.block_tokens
+
+    def num_full_blocks(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` fill; a partial block has no key and is never stored."""
+        return num_tokens // self.block_tokens
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens`, the last one maybe partial."""
+        return -(-num_tokens // self.block_tokens)
+
+    def to_dict(self) -> dict:
+        """Plain data, as in a store's kvio.json."""
+        per = self.bytes_per_token
+        return {"num_layers": self.num_layers, "block_tokens": self.block_tokens,
+                "bytes_per_token": per if isinstance(per, int) else list(per)}
+
+    @classmethod
+    def from_dict(cls, data: dict) -> "BlockLayout":
+        """The inverse of `to_dict`; InvalidArgument for anything else."""
+        try:
+            return cls(**data)
+        except TypeError:
+            raise InvalidArgument(f"not a block layout: {data!r}") from None
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """16 bytes that differ whenever the geometry does (docs/format.md §1)."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=16, person=b"kvio-layout-1").digest()
+
+    @classmethod
+    def from_config(cls, config: dict, dtype: str = "bfloat16", block_tokens: int = 64,
+                    layers: str = "all") -> "BlockLayout":
+        """The layout of a model from its Hugging Face config.
+
+        MHA and GQA: `2 * num_key_value_heads * head_dim` values a token and layer (keys and
+        values). MLA: `kv_lora_rank + qk_rope_head_dim`, and `index_head_dim` more with an
+        indexer. Sources: the models' own config.json and DualPath (arXiv 2602.21548).
+        `dtype` is a storage type or "fp8_ds_mla" (DeepSeek-V3.2: 656 bytes, 788 with the
+        indexer). `layers="full_attention"` leaves out the layers that `layer_types` names
+        otherwise (a sliding window is not worth storing).
+        """
+        try:
+            num_layers = config["num_hidden_layers"]
+            if layers == "full_attention":
+                num_layers = sum(kind == "full_attention" for kind in config["layer_types"])
+            elif layers != "all":
+                raise InvalidArgument(f"layers must be 'all' or 'full_attention', not {layers!r}")
+            per_token = _mla_bytes(config, dtype) if config.get("kv_lora_rank") else \
+                _gqa_bytes(config, dtype)
+        except KeyError as missing:
+            raise InvalidArgument(f"the model config lacks {missing}") from None
+        return cls(num_layers, block_tokens, per_token)
+
+    @classmethod
+    def preset(cls, name: str, block_tokens: int = 64) -> "BlockLayout":
+        """A well-known model's layout; InvalidArgument lists the names."""
+        if name not in PRESETS:
+            raise InvalidArgument(f"no preset {name!r}; there are {', '.join(sorted(PRESETS))}")
+        config, dtype, layers = PRESETS[name]
+        return cls.from_config(config, dtype, block_tokens, layers)
+
+
+def _is_int(value) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _refuse(value):
+    raise TypeError(value)
+
+
+def _itemsize(dtype: str) -> int:
+    if dtype not in _ITEMSIZE:
+        raise InvalidArgument(f"dtype must be one of {', '.join(sorted(_ITEMSIZE))} or "
+                              f"fp8_ds_mla for MLA, not {dtype!r}")
+    return _ITEMSIZE[dtype]
+
+
+def _gqa_bytes(config: dict, dtype: str) -> int:
+    num_heads = config["num_attention_heads"]
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+    return 2 * num_kv_heads * head_dim * _itemsize(dtype)
+
+
+def _mla_bytes(config: dict, dtype: str) -> int:
+    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    index = config.get("index_head_dim") or 0
+    if dtype == "fp8_ds_mla":
+        return rank + rank // 128 * 4 + 2 * rope + (index + index // 128 * 4)
+    return (rank + rope + index) * _itemsize(dtype)
+
+
+def _gqa(num_layers, num_kv_heads, head_dim, **more):
+    return {"num_hidden_layers": num_layers, "num_attention_heads": num_kv_heads,
+            "num_key_value_heads": num_kv_heads, "head_dim": head_dim, **more}
+
+
+_V32 = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+PRESETS = {
+    "deepseek-v3.2": (_V32, "fp8_ds_mla", "all"),
+    "deepseek-v3.2-indexer": ({**_V32, "index_head_dim": 128}, "fp8_ds_mla", "all"),
+    "deepseek-27b": ({"num_hidden_layers": 30, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+                      "index_head_dim": 64}, "float8_e4m3", "all"),
+    "qwen2.5-32b": (_gqa(64, 8, 128), "float16", "all"),
+    "llama-3.1-8b": (_gqa(32, 8, 128), "float16", "all"),
+    "llama-3.1-70b": (_gqa(80, 8, 128), "float16", "all"),
+    "qwen3-235b-a22b": (_gqa(94, 4, 128), "float8_e4m3", "all"),
+    "gpt-oss-120b": (_gqa(36, 8, 64, layer_types=["sliding_attention", "full_attention"] * 18),
+                     "float8_e4m3", "full_attention"),
+    "smollm2-135m": (_gqa(30, 3, 64), "float16", "all"),
+}
+
+
+def root_key(layout: BlockLayout, namespace: bytes = b"") -> bytes:
+    """The parent of every chain's first block: it names model, tenant and geometry; 16 bytes."""
+    if not isinstance(namespace, bytes):
+        raise InvalidArgument(f"namespace must be bytes, not {type(namespace).__name__}")
+    return hashlib.blake2b(namespace, digest_size=16, salt=layout.fingerprint,
+                           person=b"kvio-root-1").digest()
+
+
+def block_keys(token_ids, layout: BlockLayout, namespace: bytes = b"",
+               parent: bytes | None = None) -> np.ndarray:
+    """Keys of the full blocks of a token sequence, each chained to the one before.
+
+    Returns a structured array `(key, parent)`, 16 bytes each, one row per full block: a slice of
+    it still knows its parents. `parent` continues a chain instead of starting at the root.
+    Stable between processes and machines. Formula: docs/format.md §1.
+    """
+    ids = _token_ids(token_ids)
+    root = root_key(layout, namespace) if parent is None else bytes(parent)
+    if len(root) != 16:
+        raise InvalidArgument(f"parent must be a key of 16 bytes, not {len(root)}")
+    keys = np.empty(len(ids) // layout.block_tokens, KEY_DTYPE)
+    _block.block_keys_into(ids, layout.block_tokens, root, keys.view(np.uint8))
+    return keys
+
+
+def _token_ids(token_ids) -> np.ndarray:
+    ids = np.asarray(token_ids)
+    if ids.size == 0:
+        return np.empty(0, np.uint32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InvalidArgument("token ids must be a sequence of ints, not "
+                              f"{ids.dtype} of shape {ids.shape}")
+    if ids.dtype != np.uint32:
+        if int(ids.min()) < 0 or int(ids.max()) > 0xFFFFFFFF:
+            raise InvalidArgument("token ids must lie between 0 and 2**32 - 1")
+        ids = ids.astype("<u4")
+    return np.ascontiguousarray(ids)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Where the blocks of one end of a transfer lie.
+
+    Block `b` of layer `l` starts at `base + b * block_stride + layer_offsets[l]`; `key` is the
+    region's key. A pool of Full Blocks, a cache kept layer by layer and a workspace of one layer
+    are all of this kind.
+    """
+
+    base: int
+    block_stride: int
+    layer_offsets: tuple[int, ...]
+    key: int = 0
+
+
+class LayerDescriptors:
+    """The work requests for "layer l of these blocks", built once and moved from layer to layer.
+
+    `wrs` (dtype WR_DTYPE) is ready for `peer.read` or `peer.write`, which copy it. `num_tokens`
+    cuts the last block short. Building 511 takes about 5 us, moving them under 1 us.
+    """
+
+    __slots__ = ("_args", "_wrs", "_move", "_layer", "_layout", "_local", "_remote", "_tokens",
+                 "_uniform", "_offsets")
+
+    def __init__(self, opcode: int, layout: BlockLayout, local: Side, local_ids, remote: Side,
+                 remote_ids, num_tokens: int, layer: int = 0):
+        """`*_ids` are contiguous int64 arrays of one id a block, or None for 0, 1, 2, ..."""
+        self._args = opcode, local_ids, remote_ids
+        self._layout, self._local, self._remote = layout, local, remote
+        self._tokens = num_tokens
+        self._uniform = layout.is_uniform
+        self._offsets = local.layer_offsets, remote.layer_offsets
+        self._build(layer)
+
+    def _build(self, layer):
+        opcode, local_ids, remote_ids = self._args
+        per_token, tokens = self._layout.layer_bytes_per_token[layer], self._layout.block_tokens
+        count = -(-self._tokens // tokens)
+        if count <= 0:
+            raise InvalidArgument("there are no tokens to move")
+        local, remote = self._local, self._remote
+        wrs = np.empty(count, WR_DTYPE)
+        try:
+            built = _block.LayerWrs(
+                wrs, opcode, local.base + local.layer_offsets[layer], local.block_stride,
+                local.key, local_ids, remote.base + remote.layer_offsets[layer],
+                remote.block_stride, remote.key, remote_ids, tokens * per_token,
+                (self._tokens - (count - 1) * tokens) * per_token)
+        except (ValueError, OverflowError, BufferError) as wrong:
+            raise InvalidArgument(f"{count} blocks, but the block ids do not fit: {wrong}") \
+                from None
+        made = built.num_wrs
+        self._wrs = wrs if made == count else wrs[:made]
+        self._layer, self._move = layer, built.move
+
+    @property
+    def wrs(self) -> np.ndarray:
+        """The work requests of the current layer."""
+        return self._wrs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one layer moves."""
+        return self._tokens * self._layout.layer_bytes_per_token[self._layer]
+
+    def layer(self, layer: int) -> "LayerDescriptors":
+        """Point at another layer; returns itself."""
+        old = self._layer
+        if layer == old:
+            return self
+        if not self._uniform:
+            per_token = self._layout.layer_bytes_per_token
+            if per_token[layer] != per_token[old]:
+                self._build(layer)
+                return self
+        local, remote = self._offsets
+        self._move(local[layer] - local[old], remote[layer] - remote[old])
+        self._layer = layer
+        return self

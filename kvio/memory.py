@@ -1,0 +1,257 @@
+"""Regions and pools: who owns which bytes, and when they may be given to someone else.
+
+`Region` is a span of host memory whose owner is held for as long as the region lives (the buffer
+export makes resizing impossible). `BlockPool` hands out blocks of one region. A block that is
+freed while a transfer still touches it waits, out of everybody's reach, until that transfer has
+drained; then its epoch rises and it is free.
+"""
+import mmap
+import os
+import threading
+import warnings
+
+import numpy as np
+
+from kvio.errors import Busy, Closed, InvalidArgument, OutOfBlocks
+from kvio.layout import PAGE, BlockLayout, Side
+
+__all__ = ["BlockPool", "POISON", "Region", "anonymous", "sealed_memfd"]
+
+POISON = 0xA5               # fills freed blocks, so that stale bytes cannot pass for KV
+_HUGE = 2 << 20
+_F_ADD_SEALS, _MFD_ALLOW_SEALING = 1033, 2
+_SEALS = 0x1 | 0x2 | 0x4 | 0x10     # SEAL, SHRINK, GROW, FUTURE_WRITE
+
+
+class Region:
+    """A span of host memory: `addr`, `nbytes`, `writable`, and `array`, its uint8 view.
+
+    Takes a numpy array, or anything with the buffer protocol, that is C-contiguous.
+    """
+
+    __slots__ = ("array", "owner", "addr", "nbytes", "writable", "__weakref__")
+
+    def __init__(self, memory, *, writable: bool = True):
+        if hasattr(memory, "__cuda_array_interface__"):
+            raise InvalidArgument("this is device memory; host regions take host buffers (GPU "
+                                  "memory is registered with a NIC)")
+        try:
+            array = np.frombuffer(memory, np.uint8)
+        except (ValueError, TypeError, BufferError) as wrong:
+            raise InvalidArgument(f"a region needs one contiguous, non-empty buffer: {wrong}") \
+                from None
+        if writable and not array.flags.writeable:
+            raise InvalidArgument("the buffer is read-only; pass a writable one")
+        self.array, self.owner = array, memory
+        self.addr = array.__array_interface__["data"][0]
+        self.nbytes, self.writable = array.nbytes, bool(array.flags.writeable and writable)
+
+    def __repr__(self):
+        return f"<{type(self).__name__} {self.nbytes} bytes at {self.addr:#x}>"
+
+
+def anonymous(nbytes: int, hugepages: bool = False) -> mmap.mmap:
+    """Page-aligned shared memory without a name, not inherited by forked children: a child
+    would otherwise write into pages that a NIC still knows by their old owner."""
+    flags, step = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS, PAGE
+    if hugepages:
+        try:
+            memory = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags | 0x40000)   # MAP_HUGETLB
+            memory.madvise(mmap.MADV_DONTFORK)
+            return memory
+        except OSError as failed:
+            warnings.warn(f"no huge pages ({failed.strerror}; see /proc/sys/vm/nr_hugepages): "
+                          "using 4 KiB pages", RuntimeWarning, stacklevel=3)
+    memory = mmap.mmap(-1, -(-nbytes // step) * step, flags)
+    memory.madvise(mmap.MADV_DONTFORK)
+    return memory
+
+
+def sealed_memfd(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Shared memory that another process can map read-only through the returned fd, and nothing
+    else: sealed against resizing and new writable mappings once we have mapped it."""
+    import fcntl
+    fd = os.memfd_create("kvio", os.MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, -(-nbytes // PAGE) * PAGE)
+        memory = mmap.mmap(fd, 0, mmap.MAP_SHARED)
+        memory.madvise(mmap.MADV_DONTFORK)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return memory, fd
+
+
+class BlockPool:
+    """`num_blocks` Full Blocks in one region, `block_stride` bytes apart (whole 4 KiB pages).
+
+    `shared=True` backs it by a sealed memfd (`pool.fd`), `memory=` by a writable buffer of the
+    caller's. `poison=True` fills blocks with 0xA5 when they are freed.
+    """
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, *, shared: bool = False,
+                 memory=None, hugepages: bool = False, poison: bool = False):
+        if not isinstance(layout, BlockLayout):
+            raise InvalidArgument(f"layout must be a BlockLayout, not {type(layout).__name__}")
+        if not isinstance(num_blocks, (int, np.integer)) or num_blocks <= 0:
+            raise InvalidArgument(f"num_blocks must be a positive int, not {num_blocks!r}")
+        if memory is not None and (shared or hugepages):
+            raise InvalidArgument("memory= brings its own pages: shared and hugepages do not apply")
+        self.layout, self.num_blocks = layout, int(num_blocks)
+        self.block_stride, self.fd, self._poison = layout.stride, -1, poison
+        nbytes = self.num_blocks * self.block_stride
+        if shared:
+            memory, self.fd = sealed_memfd(nbytes)
+        elif memory is None:
+            memory = anonymous(nbytes, hugepages)
+        self.region = Region(memory)
+        if self.region.nbytes < nbytes:
+            raise InvalidArgument(f"{num_blocks} blocks need {nbytes} bytes, the memory has "
+                                  f"{self.region.nbytes}")
+        if self.region.addr % PAGE:
+            raise InvalidArgument("the memory must start on a 4 KiB page")
+        self._rows = self.region.array[:nbytes].reshape(self.num_blocks, self.block_stride)
+        if poison:
+            self._rows[:] = POISON
+        self.epoch = np.zeros(self.num_blocks, np.uint64)
+        self._free = np.ones(self.num_blocks, bool)
+        self._pins = np.zeros(self.num_blocks, np.int32)
+        self._leaving = np.zeros(self.num_blocks, bool)     # freed, but still pinned
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __repr__(self):
+        return f"<BlockPool {self.num_free} of {self.num_blocks} blocks free>"
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `alloc` could hand out now."""
+        return int(np.count_nonzero(self._free))
+
+    def side(self, key: int = 0) -> Side:
+        """This pool as one end of a transfer; `key` is its region's key at the NIC."""
+        return Side(self.region.addr, self.block_stride, self.layout.layer_offsets[:-1], key)
+
+    def alloc(self, num_blocks: int) -> np.ndarray:
+        """Block ids (int64), adjacent where possible: the smallest run that fits, else the
+        longest runs. OutOfBlocks if there are too few; then nothing is handed out."""
+        if num_blocks < 0:
+            raise InvalidArgument(f"cannot allocate {num_blocks} blocks")
+        with self._lock:
+            self._check_open()
+            free = np.flatnonzero(self._free)
+            if len(free) < num_blocks:
+                raise OutOfBlocks(f"{num_blocks} blocks asked for, {len(free)} of "
+                                  f"{self.num_blocks} free; free some or make a larger pool")
+            ids = _choose(free, num_blocks)
+            self._free[ids] = False
+        return ids
+
+    def free(self, block_ids) -> None:
+        """Give blocks back. Those that a transfer still touches follow when it has drained."""
+        ids = self.check_ids(block_ids)
+        with self._lock:
+            if self._free[ids].any() or self._leaving[ids].any():
+                raise InvalidArgument("a block was freed that is not allocated (freed twice?)")
+            busy = self._pins[ids] > 0
+            self._leaving[ids[busy]] = True
+            self._release(ids[~busy])
+
+    def pin(self, block_ids: np.ndarray) -> None:
+        """A transfer begins to touch these blocks (an id may occur more than once)."""
+        with self._lock:
+            self._check_open()
+            if self._free[block_ids].any() or self._leaving[block_ids].any():
+                raise InvalidArgument("a transfer names a block that is not allocated")
+            np.add.at(self._pins, block_ids, 1)
+
+    def unpin(self, block_ids: np.ndarray) -> None:
+        """A transfer that touched these blocks has drained."""
+        with self._lock:
+            np.subtract.at(self._pins, block_ids, 1)
+            ids = np.unique(block_ids)
+            self._release(ids[(self._pins[ids] == 0) & self._leaving[ids]])
+
+    def _release(self, ids):
+        if len(ids):
+            if self._poison:
+                self._rows[ids] = POISON
+            self.epoch[ids] += np.uint64(1)
+            self._leaving[ids] = False
+            self._free[ids] = True
+
+    def check_ids(self, block_ids) -> np.ndarray:
+        """`block_ids` as a contiguous int64 array; InvalidArgument unless all lie in the pool."""
+        ids = np.asarray(block_ids)
+        if ids.size == 0:
+            return np.empty(0, np.int64)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise InvalidArgument(f"block ids must be ints in one dimension, not {ids.dtype} of "
+                                  f"shape {ids.shape}")
+        if int(ids.min()) < 0 or int(ids.max()) >= self.num_blocks:
+            raise InvalidArgument(f"block ids must lie between 0 and {self.num_blocks - 1}; got "
+                                  f"{int(ids.min())} to {int(ids.max())}")
+        return np.ascontiguousarray(ids, np.int64)
+
+    def full(self, block_id: int) -> np.ndarray:
+        """A view of a Full Block: uint8 `[num_layers, block_tokens, bytes]`, or `[nbytes]` when
+        layers differ."""
+        flat = self._rows[self._one(block_id), :self.layout.full_block_nbytes]
+        if not self.layout.is_uniform:
+            return flat
+        return flat.reshape(self.layout.num_layers, self.layout.block_tokens, -1)
+
+    def layer(self, block_id: int, layer: int) -> np.ndarray:
+        """A view of a Layer Block: uint8 `[block_tokens, bytes]`."""
+        if not 0 <= layer < self.layout.num_layers:
+            raise InvalidArgument(f"layer {layer} of {self.layout.num_layers}")
+        start, stop = self.layout.layer_offsets[layer:layer + 2]
+        return self._rows[self._one(block_id), start:stop].reshape(self.layout.block_tokens, -1)
+
+    def _one(self, block_id):
+        self._check_open()
+        if not 0 <= block_id < self.num_blocks:
+            raise InvalidArgument(f"block {block_id} of {self.num_blocks}")
+        return block_id
+
+    def _check_open(self):
+        if self._closed:
+            raise Closed("the pool is closed")
+
+    def close(self) -> None:
+        """Refuse further use. Busy while a transfer touches a block; views keep the memory."""
+        with self._lock:
+            if self._pins.any():
+                raise Busy(f"{int(np.count_nonzero(self._pins))} blocks are being transferred: "
+                           "wait for the transfers or cancel them, then close")
+            self._closed = True
+            fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+
+def _choose(free: np.ndarray, count: int) -> np.ndarray:
+    """`count` of the free ids (sorted): the smallest run that fits, else the longest runs."""
+    if count == 0:
+        return free[:0]
+    starts = np.flatnonzero(np.diff(free, prepend=-2) != 1)
+    lengths = np.diff(starts, append=len(free))
+    fits = np.flatnonzero(lengths >= count)
+    if len(fits):
+        start = starts[fits[np.argmin(lengths[fits])]]
+        return free[start:start + count]
+    chosen, wanted = [], count
+    for run in np.argsort(-lengths, kind="stable"):
+        take = min(wanted, int(lengths[run]))
+        chosen.append(free[starts[run]:starts[run] + take])
+        wanted -= take
+        if wanted == 0:
+            break
+    return np.concatenate(chosen)
