@@ -16,7 +16,7 @@ HEADERS = glob.glob("include/kvio/*.h") + glob.glob("kvio/_ext/*.h") + glob.glob
 
 
 def liburing():
-    """The static liburing if there is one, else the shared one, else none (and `threads` serves)."""
+    """The static liburing if there is one, else the shared one, else none: `threads` serves."""
     for flag in ("-l:liburing.a", "-luring"):
         with tempfile.TemporaryDirectory() as folder:
             source = os.path.join(folder, "probe.c")
