@@ -45,7 +45,7 @@ def pytest_make_collect_report(collector):
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """In a run of everything each required part was asked for by some test, or it proves nothing."""
+    """A run of everything in which no test asked for a required part proves nothing about it."""
     whole = session.config.args == session.config.getini("testpaths")
     chosen = session.config.option.keyword or session.config.option.markexpr
     if whole and not chosen and not session.config.option.collectonly and exitstatus == 0:
@@ -56,4 +56,4 @@ def pytest_sessionfinish(session, exitstatus):
 
 def pytest_terminal_summary(terminalreporter, config):
     for name in getattr(config, "parts_unused", ()):
-        terminalreporter.write_line(f"KVIO_REQUIRE names {name}, but no test asked for it", red=True)
+        terminalreporter.write_line(f"KVIO_REQUIRE names {name}, but no test needs it", red=True)
