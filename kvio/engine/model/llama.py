@@ -226,10 +226,12 @@ class LlamaModel:
             for i, (position, kv) in enumerate(zip(positions, kvs))])
 
     def logits(self, h, position):
-        """h [n, dim] after the last layer, of consecutive tokens from `position` -> [n, vocab]."""
+        """h [n, dim] after the last layer -> [n, vocab]. `position` is that of the first of n
+        consecutive tokens, or a list of n positions (one token of each of n contexts)."""
         rows = _unit(h, self.params.eps)
         rows *= self._norm
-        return self._head(rows, range(position, position + len(h)))
+        one = isinstance(position, (int, np.integer))
+        return self._head(rows, range(position, position + len(h)) if one else position)
 
     def _step(self, l, h, positions, runs):
         """One layer over runs: (rows of h, position of the first, working cache)."""
