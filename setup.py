@@ -1,4 +1,5 @@
 """Builds the extension modules; everything else about the package stands in pyproject.toml."""
+import glob
 import os
 import subprocess
 import tempfile
@@ -10,10 +11,12 @@ INCLUDE = ["include", "kvio/_ext"]
 WARNINGS = ["-std=gnu11", "-O3", "-g", "-Wall", "-Wextra", "-Wshadow", "-Wno-unused-parameter",
             "-Werror", "-fvisibility=hidden"]
 EXTRA = os.environ.get("KVIO_CFLAGS", "").split()
+# Any header may be in any extension: a change of one rebuilds all of them, which takes seconds.
+HEADERS = glob.glob("include/kvio/*.h") + glob.glob("kvio/_ext/*.h") + glob.glob("kvio/_ext/*.pxd")
 
 
 def liburing():
-    """The static liburing if there is one, else the shared one, else none (and `threads` serves)."""
+    """The static liburing if there is one, else the shared one, else none: `threads` serves."""
     for flag in ("-l:liburing.a", "-luring"):
         with tempfile.TemporaryDirectory() as folder:
             source = os.path.join(folder, "probe.c")
@@ -30,7 +33,7 @@ def liburing():
 def extension(name, sources, macros=(), link=()):
     return Extension(
         f"kvio._ext.{name}", [f"kvio/_ext/{name}.pyx", *(f"kvio/_ext/{s}" for s in sources)],
-        include_dirs=INCLUDE, define_macros=[("_GNU_SOURCE", None), *macros],
+        include_dirs=INCLUDE, depends=HEADERS, define_macros=[("_GNU_SOURCE", None), *macros],
         extra_compile_args=WARNINGS + EXTRA, extra_link_args=[*link, *EXTRA, "-pthread"])
 
 
@@ -39,5 +42,6 @@ modules = [
     extension("block", ["blake2b.c", "crc32c.c", "geometry.c"]),
     extension("nic", ["nicbase.c", "batch.c", "softnic.c", "softfabric.c"]),
 ]
-setup(ext_modules=cythonize(modules, language_level=3, build_dir="build/cython", include_path=["kvio/_ext"],
-                            compiler_directives={"binding": True, "embedsignature": True}))
+setup(ext_modules=cythonize(
+    modules, language_level=3, build_dir="build/cython", include_path=["kvio/_ext"],
+    compiler_directives={"binding": True, "embedsignature": True}))
