@@ -40,6 +40,7 @@ def extension(name, sources, macros=(), link=()):
 uring = liburing()
 modules = [
     extension("block", ["blake2b.c", "crc32c.c", "geometry.c"]),
+    extension("nic", ["nicbase.c", "batch.c", "softnic.c", "softfabric.c"]),
 ]
 setup(ext_modules=cythonize(
     modules, language_level=3, build_dir="build/cython", include_path=["kvio/_ext"],
