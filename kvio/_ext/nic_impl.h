@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #ifndef KVIO_NIC_IMPL_H
 #define KVIO_NIC_IMPL_H
-/* What nicbase.c, batch.c and the providers know of each other. Everything under the domain's lock. */
+/* What nicbase.c, batch.c and the providers know of each other, under the domain's lock. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>

@@ -365,6 +365,7 @@ int kvio_qp_query(struct kvio_qp *qp, struct kvio_qp_info *out)
 	memset(out, 0, sizeof(*out));
 	kvio_lock(qp->nic);
 	rc = qp->nic->ops->qp_query(qp, out);
+	out->in_flight = qp->in_flight;
 	kvio_unlock(qp->nic);
 	return rc;
 }

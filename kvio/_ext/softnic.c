@@ -137,8 +137,10 @@ static int soft_qp_fail(struct kvio_qp *base)
 {
 	struct soft_qp *qp = (struct soft_qp *)base;
 
-	if (qp->state == KVIO_QP_READY)
+	if (qp->state != KVIO_QP_RESET)
 		soft_fail(qp);
+	for (uint32_t seq = qp->seen; seq != qp->cur; seq++)
+		soft_wqe_at(qp, seq)->end = 0;		/* nothing is left to wait for */
 	return 0;
 }
 
@@ -350,6 +352,8 @@ static int soft_post(struct kvio_qp *base, const struct kvio_post *post)
 
 	if (qp->state == KVIO_QP_RESET)
 		return -ENOTCONN;
+	if (post->event)
+		return -EOPNOTSUPP;
 	if (count == 0)
 		return 0;
 	if (!(post->flags & KVIO_POST_FEED)) {
@@ -381,7 +385,7 @@ void soft_complete(struct soft_qp *qp, const struct soft_wqe *wqe)
 	nic->counters.errors += wqe->status != 0;
 	nic->cq[at] = (struct kvio_wc){
 		.wr_id = wqe->wr.wr_id, .status = wqe->status,
-		.time_ns = soft_ns(nic->fabric, wqe->end),
+		.time_ns = soft_ns(nic->fabric, wqe->end ? wqe->end : nic->fabric->time),
 	};
 }
 
