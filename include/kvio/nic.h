@@ -58,6 +58,7 @@ struct kvio_domain {
 	pthread_cond_t moved;		/* a batch drained, or a virtual clock advanced */
 	struct kvio_nic *nics;
 	bool has_event_fd;		/* somebody sleeps on it: keep it armed */
+	uint32_t waiting;		/* threads at the lock; atomic */
 };
 
 struct kvio_nic_params {

@@ -76,7 +76,13 @@ struct kvio_batch {
 
 static inline void kvio_lock(struct kvio_nic *nic)
 {
-	pthread_mutex_lock(&nic->domain->lock);
+	struct kvio_domain *domain = nic->domain;
+
+	if (pthread_mutex_trylock(&domain->lock) == 0)
+		return;
+	__atomic_add_fetch(&domain->waiting, 1, __ATOMIC_RELAXED);
+	pthread_mutex_lock(&domain->lock);
+	__atomic_sub_fetch(&domain->waiting, 1, __ATOMIC_RELAXED);
 }
 
 static inline void kvio_unlock(struct kvio_nic *nic)

@@ -346,10 +346,13 @@ static int soft_post(struct kvio_qp *base, const struct kvio_post *post)
 	struct soft_nic *nic = soft_nic_of(qp);
 	struct kvio_fabric *fabric = nic->fabric;
 	uint64_t now = fabric->time;
-	uint32_t room = base->depth - (qp->tail - qp->seen);
-	uint32_t count = post->count < room ? post->count : room;
+	uint32_t room, count;
 	bool idle = qp->cur == qp->tail;
 
+	if (qp->seen == qp->tail)	/* empty: reuse the part of the ring that is in the cache */
+		qp->seen = qp->cur = qp->tail = 0;
+	room = base->depth - (qp->tail - qp->seen);
+	count = post->count < room ? post->count : room;
 	if (qp->state == KVIO_QP_RESET)
 		return -ENOTCONN;
 	if (post->event)
