@@ -1,4 +1,5 @@
 """Builds the extension modules; everything else about the package stands in pyproject.toml."""
+import glob
 import os
 import subprocess
 import tempfile
@@ -30,6 +31,7 @@ def liburing():
 def extension(name, sources, macros=(), link=()):
     return Extension(
         f"kvio._ext.{name}", [f"kvio/_ext/{name}.pyx", *(f"kvio/_ext/{s}" for s in sources)],
+        depends=glob.glob("include/kvio/*.h") + glob.glob("kvio/_ext/*.h"),
         include_dirs=INCLUDE, define_macros=[("_GNU_SOURCE", None), *macros],
         extra_compile_args=WARNINGS + EXTRA, extra_link_args=[*link, *EXTRA, "-pthread"])
 
@@ -37,6 +39,10 @@ def extension(name, sources, macros=(), link=()):
 uring = liburing()
 modules = [
     extension("block", ["blake2b.c", "crc32c.c", "geometry.c"]),
+    extension("ring", ["ring_thread.c", "ring_batch.c", "ring_format.c", "ring_io.c", "ring_keeper.c",
+                       "ring_read.c", "ring_run.c", "ring_stats.c", "ring_threads.c",
+                       "ring_uring.c", "ring_write.c", "crc32c.c"],
+              macros=[("KVIO_HAVE_URING", "1")] if uring else [], link=[uring] if uring else []),
 ]
 setup(ext_modules=cythonize(modules, language_level=3, build_dir="build/cython", include_path=["kvio/_ext"],
                             compiler_directives={"binding": True, "embedsignature": True}))
