@@ -241,22 +241,22 @@ cdef extern from "kvio/ring.h" nogil:
     int kvio_ring_forget(kvio_ring *ring, uint64_t region)
     int kvio_ring_fault(kvio_ring *ring, const kvio_fault *fault)
     void kvio_ring_pause(kvio_ring *ring, int paused)
-    struct kvio_batch:
+    struct kvio_ring_batch:
         pass
-    struct kvio_batch_params:
+    struct kvio_ring_batch_params:
         uint32_t write
         uint32_t count
         uint64_t region
         uint64_t region_addr
         uint64_t region_nbytes
         const kvio_block_io *blocks
-    int kvio_batch_submit(kvio_batch **out, kvio_ring *ring, const kvio_batch_params *params)
-    int kvio_batch_done(kvio_batch *batch)
-    int kvio_batch_wait(kvio_batch *batch, int64_t timeout_ns)
-    int kvio_batch_fd(kvio_batch *batch)
-    void kvio_batch_cancel(kvio_batch *batch, kvio_ring *ring)
-    const int32_t *kvio_batch_status(const kvio_batch *batch)
-    const kvio_block_io *kvio_batch_blocks(const kvio_batch *batch)
-    void kvio_batch_times(kvio_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
+    int kvio_ring_batch_submit(kvio_ring_batch **out, kvio_ring *ring, const kvio_ring_batch_params *params)
+    int kvio_ring_batch_done(kvio_ring_batch *batch)
+    int kvio_ring_batch_wait(kvio_ring_batch *batch, int64_t timeout_ns)
+    int kvio_ring_batch_fd(kvio_ring_batch *batch)
+    void kvio_ring_batch_cancel(kvio_ring_batch *batch, kvio_ring *ring)
+    const int32_t *kvio_ring_batch_status(const kvio_ring_batch *batch)
+    const kvio_block_io *kvio_ring_batch_blocks(const kvio_ring_batch *batch)
+    void kvio_ring_batch_times(kvio_ring_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
                           int64_t *completed_ns)
-    void kvio_batch_put(kvio_batch *batch)
+    void kvio_ring_batch_put(kvio_ring_batch *batch)
