@@ -40,7 +40,8 @@ class TimedSetting:
     num_decode: int = 1
     num_agents: int = 16
     num_turns: int = 5
-    layout: BlockLayout = BlockLayout(num_layers=16, block_tokens=64, bytes_per_token=256)
+    layout: BlockLayout = BlockLayout(num_layers=8, block_tokens=64, bytes_per_token=512)
+    depth: int = 4
     snic_bytes_per_s: int = 100_000_000
     cnic_per_snic: int = 8
     load_compute_ratio: float = 3.0
@@ -180,7 +181,7 @@ def timed_part(setting: TimedSetting = TimedSetting(), folder=None, progress=Non
     config = ClusterConfig(
         layout, setting.num_prefill, setting.num_decode, setting.snic_bytes_per_s,
         setting.snic_bytes_per_s * setting.cnic_per_snic, buffer_blocks=640, hbm_blocks=1600,
-        model_name="timed")
+        depth=setting.depth, model_name="timed")
     results, tokens = {}, {}
     for mode in modes:
         with _fresh_store(folder, layout) as store:

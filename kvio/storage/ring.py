@@ -2,6 +2,7 @@
 import errno
 import warnings
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from kvio._ext import ring as _ring
 from kvio.completion import Transfer
 from kvio.errors import BackendUnavailable, Busy, Closed, InvalidArgument, errno_name
 
-__all__ = ["Ring", "choose_backend"]
+__all__ = ["ReadQueue", "Ring", "choose_backend"]
 
 _REMEDY = {
     errno.EPERM: "allow it: sysctl kernel.io_uring_disabled=0, and in a container a seccomp "
@@ -32,6 +33,13 @@ def choose_backend(wanted: str) -> tuple[str, str]:
         raise BackendUnavailable(code, f"{why}; or use backend='threads'")
     warnings.warn(f"the store falls back to threads: {why}", RuntimeWarning, stacklevel=4)
     return "threads", why
+
+
+class ReadQueue(NamedTuple):
+    """Reads that are outstanding at a ring, queued ones included."""
+
+    nbytes: int
+    tokens: int
 
 
 class Ring:
@@ -57,9 +65,9 @@ class Ring:
         return self.store._write(self, keys, pool, block_ids)
 
     @property
-    def read_queue(self) -> tuple[int, int]:
-        """(bytes, tokens) of reads that are outstanding: what a scheduler looks at. Cheap."""
-        return self._opened().read_queue
+    def read_queue(self) -> ReadQueue:
+        """Reads that are outstanding: what a scheduler looks at. Cheap."""
+        return ReadQueue(*self._opened().read_queue)
 
     def stats(self) -> dict:
         """Counters since the ring was opened; they count blocks when these complete.
