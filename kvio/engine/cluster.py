@@ -85,7 +85,7 @@ class Cluster:
         config = self.config
         ring = self.store.open_ring(read_bytes_per_s=config.snic_bytes_per_s,
                                     write_bytes_per_s=config.snic_bytes_per_s,
-                                    name=name) if self.store else None
+                                    name=name) if self.store is not None else None
         nic = Nic.open("soft", name=name, fabric=self._fabric,
                        bytes_per_s=config.cnic_bytes_per_s)
         nic.listen(name)
