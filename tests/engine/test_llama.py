@@ -127,7 +127,7 @@ def test_pack_and_unpack_lose_nothing(kv_dtype):
     assert records.shape == (NUM_TOKENS, model.bytes_per_token) and records.dtype == np.uint8
     assert np.shares_memory(records, new_kv)
     out = np.zeros_like(records)
-    assert model.pack(new_kv[3:4], out[3:4]).base is out    # one row of a block, as decode writes it
+    assert model.pack(new_kv[3:4], out[3:4]).base is out    # one row, as decode writes it
     np.testing.assert_array_equal(out[2:5], records[2:5] * [[0], [1], [0]])
     rows = np.empty(new_kv.shape, np.float32)
     model.unpack(records, rows)
