@@ -278,12 +278,11 @@ def test_cancel_gives_up_what_has_not_started(virtual):
     other = pair.peer.read(pair.read(1 << 19, 0, 4096))
     virtual.fabric.advance(3 * 8192 + 100)          # the fourth is on the wire
     pair.a.poll()
-    done = threading.Thread(target=transfer.cancel)
-    done.start()
-    done.join(0.02)
-    assert done.is_alive()                          # it waits for the wire
+    transfer._handle.cancel()                       # cancel() up to where it waits ...
+    with pytest.raises(TransferTimeout):
+        transfer.wait(0)                            # ... for the wire
     virtual.fabric.advance(8192)
-    done.join()
+    transfer.cancel()
     assert transfer.status.tolist() == [0] * 4 + [-errno.ECANCELED] * 6
     with pytest.raises(TransferError, match="CANCELED"):
         transfer.wait()
@@ -312,7 +311,8 @@ def test_cancelling_a_batch_larger_than_the_queue(virtual):
     transfers = [pair.peer.read(pair.read(at, at, 4096)) for _ in range(3)]
     transfers[1].cancel()
     assert (transfers[1].status == -errno.ECANCELED).all()
-    threading.Timer(0.01, virtual.fabric.advance, [10**6]).start()
+    transfers[0]._handle.cancel()
+    virtual.fabric.advance(10**6)
     transfers[0].cancel()
     assert (transfers[0].status[5:] == -errno.ECANCELED).all()
     assert finish(virtual, transfers[2])
@@ -325,7 +325,9 @@ def test_memory_may_be_reused_after_a_cancel(virtual):
     transfer = pair.peer.read(pair.read(4096 * np.arange(9), 0, 4096))
     virtual.fabric.advance(5000)
     pair.a.poll()
-    threading.Timer(0.01, virtual.fabric.advance, [10**6]).start()
+    transfer._handle.cancel()
+    assert not transfer.done                        # nobody may touch the memory yet
+    virtual.fabric.advance(10**6)
     transfer.cancel()
     pair.mine[:] = 0xA5
     virtual.fabric.advance(10**9)
@@ -354,7 +356,8 @@ def test_close_with_cancel(virtual):
                  for c in (KV, COLLECTIVE, KV)]
     virtual.fabric.advance(10)
     pair.a.poll()
-    threading.Timer(0.01, virtual.fabric.advance, [10**6]).start()
+    assert pair.a._ext.drain(True, 0) == 1          # one is on the wire, two had not begun
+    virtual.fabric.advance(10**6)
     pair.a.close(cancel=True)
     for transfer in transfers:
         assert transfer.done
