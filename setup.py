@@ -11,10 +11,12 @@ INCLUDE = ["include", "kvio/_ext"]
 WARNINGS = ["-std=gnu11", "-O3", "-g", "-Wall", "-Wextra", "-Wshadow", "-Wno-unused-parameter",
             "-Werror", "-fvisibility=hidden"]
 EXTRA = os.environ.get("KVIO_CFLAGS", "").split()
+# Any header may be in any extension: a change of one rebuilds all of them, which takes seconds.
+HEADERS = glob.glob("include/kvio/*.h") + glob.glob("kvio/_ext/*.h") + glob.glob("kvio/_ext/*.pxd")
 
 
 def liburing():
-    """The static liburing if there is one, else the shared one, else none (and `threads` serves)."""
+    """The static liburing if there is one, else the shared one, else none: `threads` serves."""
     for flag in ("-l:liburing.a", "-luring"):
         with tempfile.TemporaryDirectory() as folder:
             source = os.path.join(folder, "probe.c")
@@ -31,18 +33,19 @@ def liburing():
 def extension(name, sources, macros=(), link=()):
     return Extension(
         f"kvio._ext.{name}", [f"kvio/_ext/{name}.pyx", *(f"kvio/_ext/{s}" for s in sources)],
-        depends=glob.glob("include/kvio/*.h") + glob.glob("kvio/_ext/*.h"),
-        include_dirs=INCLUDE, define_macros=[("_GNU_SOURCE", None), *macros],
+        include_dirs=INCLUDE, depends=HEADERS, define_macros=[("_GNU_SOURCE", None), *macros],
         extra_compile_args=WARNINGS + EXTRA, extra_link_args=[*link, *EXTRA, "-pthread"])
 
 
 uring = liburing()
 modules = [
     extension("block", ["blake2b.c", "crc32c.c", "geometry.c"]),
-    extension("ring", ["ring_thread.c", "ring_batch.c", "ring_format.c", "ring_io.c", "ring_keeper.c",
-                       "ring_read.c", "ring_run.c", "ring_stats.c", "ring_threads.c",
-                       "ring_uring.c", "ring_write.c", "crc32c.c"],
+    extension("nic", ["nicbase.c", "batch.c", "softnic.c", "softfabric.c"]),
+    extension("ring", ["ring_thread.c", "ring_batch.c", "ring_format.c", "ring_io.c",
+                       "ring_keeper.c", "ring_read.c", "ring_run.c", "ring_stats.c",
+                       "ring_threads.c", "ring_uring.c", "ring_write.c", "crc32c.c"],
               macros=[("KVIO_HAVE_URING", "1")] if uring else [], link=[uring] if uring else []),
 ]
-setup(ext_modules=cythonize(modules, language_level=3, build_dir="build/cython", include_path=["kvio/_ext"],
-                            compiler_directives={"binding": True, "embedsignature": True}))
+setup(ext_modules=cythonize(
+    modules, language_level=3, build_dir="build/cython", include_path=["kvio/_ext"],
+    compiler_directives={"binding": True, "embedsignature": True}))

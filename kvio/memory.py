@@ -15,7 +15,8 @@ import numpy as np
 from kvio.errors import Busy, Closed, InvalidArgument, OutOfBlocks
 from kvio.layout import PAGE, BlockLayout, Side
 
-__all__ = ["BlockPool", "POISON", "Region", "anonymous", "sealed_memfd"]
+__all__ = ["BlockAllocator", "BlockPool", "LayerPool", "POISON", "Region", "anonymous",
+           "sealed_memfd"]
 
 POISON = 0xA5               # fills freed blocks, so that stale bytes cannot pass for KV
 _HUGE = 2 << 20
@@ -40,6 +41,8 @@ class Region:
         except (ValueError, TypeError, BufferError) as wrong:
             raise InvalidArgument(f"a region needs one contiguous, non-empty buffer: {wrong}") \
                 from None
+        if array.nbytes == 0:
+            raise InvalidArgument("the buffer is empty")
         if writable and not array.flags.writeable:
             raise InvalidArgument("the buffer is read-only; pass a writable one")
         self.array, self.owner = array, memory
@@ -83,37 +86,13 @@ def sealed_memfd(nbytes: int) -> tuple[mmap.mmap, int]:
     return memory, fd
 
 
-class BlockPool:
-    """`num_blocks` Full Blocks in one region, `block_stride` bytes apart (whole 4 KiB pages).
+class BlockAllocator:
+    """Which of `num_blocks` blocks are free, held, or freed but still touched by a transfer."""
 
-    `shared=True` backs it by a sealed memfd (`pool.fd`), `memory=` by a writable buffer of the
-    caller's. `poison=True` fills blocks with 0xA5 when they are freed.
-    """
-
-    def __init__(self, layout: BlockLayout, num_blocks: int, *, shared: bool = False,
-                 memory=None, hugepages: bool = False, poison: bool = False):
-        if not isinstance(layout, BlockLayout):
-            raise InvalidArgument(f"layout must be a BlockLayout, not {type(layout).__name__}")
+    def __init__(self, num_blocks: int):
         if not isinstance(num_blocks, (int, np.integer)) or num_blocks <= 0:
             raise InvalidArgument(f"num_blocks must be a positive int, not {num_blocks!r}")
-        if memory is not None and (shared or hugepages):
-            raise InvalidArgument("memory= brings its own pages: shared and hugepages do not apply")
-        self.layout, self.num_blocks = layout, int(num_blocks)
-        self.block_stride, self.fd, self._poison = layout.stride, -1, poison
-        nbytes = self.num_blocks * self.block_stride
-        if shared:
-            memory, self.fd = sealed_memfd(nbytes)
-        elif memory is None:
-            memory = anonymous(nbytes, hugepages)
-        self.region = Region(memory)
-        if self.region.nbytes < nbytes:
-            raise InvalidArgument(f"{num_blocks} blocks need {nbytes} bytes, the memory has "
-                                  f"{self.region.nbytes}")
-        if self.region.addr % PAGE:
-            raise InvalidArgument("the memory must start on a 4 KiB page")
-        self._rows = self.region.array[:nbytes].reshape(self.num_blocks, self.block_stride)
-        if poison:
-            self._rows[:] = POISON
+        self.num_blocks = int(num_blocks)
         self.epoch = np.zeros(self.num_blocks, np.uint64)
         self._free = np.ones(self.num_blocks, bool)
         self._pins = np.zeros(self.num_blocks, np.int32)
@@ -121,17 +100,10 @@ class BlockPool:
         self._lock = threading.Lock()
         self._closed = False
 
-    def __repr__(self):
-        return f"<BlockPool {self.num_free} of {self.num_blocks} blocks free>"
-
     @property
     def num_free(self) -> int:
         """Blocks that `alloc` could hand out now."""
         return int(np.count_nonzero(self._free))
-
-    def side(self, key: int = 0) -> Side:
-        """This pool as one end of a transfer; `key` is its region's key at the NIC."""
-        return Side(self.region.addr, self.block_stride, self.layout.layer_offsets[:-1], key)
 
     def alloc(self, num_blocks: int) -> np.ndarray:
         """Block ids (int64), adjacent where possible: the smallest run that fits, else the
@@ -152,7 +124,8 @@ class BlockPool:
         """Give blocks back. Those that a transfer still touches follow when it has drained."""
         ids = self.check_ids(block_ids)
         with self._lock:
-            if self._free[ids].any() or self._leaving[ids].any():
+            if len(np.unique(ids)) != len(ids) or self._free[ids].any() \
+                    or self._leaving[ids].any():
                 raise InvalidArgument("a block was freed that is not allocated (freed twice?)")
             busy = self._pins[ids] > 0
             self._leaving[ids[busy]] = True
@@ -175,11 +148,13 @@ class BlockPool:
 
     def _release(self, ids):
         if len(ids):
-            if self._poison:
-                self._rows[ids] = POISON
+            self._clear(ids)
             self.epoch[ids] += np.uint64(1)
             self._leaving[ids] = False
             self._free[ids] = True
+
+    def _clear(self, ids):
+        """Called before blocks become free again."""
 
     def check_ids(self, block_ids) -> np.ndarray:
         """`block_ids` as a contiguous int64 array; InvalidArgument unless all lie in the pool."""
@@ -193,6 +168,60 @@ class BlockPool:
             raise InvalidArgument(f"block ids must lie between 0 and {self.num_blocks - 1}; got "
                                   f"{int(ids.min())} to {int(ids.max())}")
         return np.ascontiguousarray(ids, np.int64)
+
+    def _check_open(self):
+        if self._closed:
+            raise Closed("the pool is closed")
+
+    def close(self) -> None:
+        """Refuse further use. Busy while a transfer touches a block; views keep the memory."""
+        with self._lock:
+            if self._pins.any():
+                raise Busy(f"{int(np.count_nonzero(self._pins))} blocks are being transferred: "
+                           "wait for the transfers or cancel them, then close")
+            self._closed = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def __repr__(self):
+        return f"<{type(self).__name__} {self.num_free} of {self.num_blocks} blocks free>"
+
+
+class BlockPool(BlockAllocator):
+    """`num_blocks` Full Blocks in one region, `block_stride` bytes apart (whole 4 KiB pages).
+
+    `shared=True` backs it by a sealed memfd (`pool.fd`), `memory=` by a writable buffer of the
+    caller's. `poison=True` fills blocks with 0xA5 when they are freed.
+    """
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, *, shared: bool = False,
+                 memory=None, hugepages: bool = False, poison: bool = False):
+        super().__init__(num_blocks)
+        self.layout, self.block_stride = _checked(layout), layout.stride
+        if memory is not None and (shared or hugepages):
+            raise InvalidArgument("memory= brings its own pages: shared and hugepages do not apply")
+        nbytes, self.fd, self._poison = self.num_blocks * self.block_stride, -1, poison
+        if shared:
+            memory, self.fd = sealed_memfd(nbytes)
+        elif memory is None:
+            memory = anonymous(nbytes, hugepages)
+        self.region = Region(memory)
+        if self.region.nbytes < nbytes:
+            raise InvalidArgument(f"{num_blocks} blocks need {nbytes} bytes, the memory has "
+                                  f"{self.region.nbytes}")
+        if self.region.addr % PAGE:
+            raise InvalidArgument("the memory must start on a 4 KiB page")
+        self._rows = self.region.array[:nbytes].reshape(self.num_blocks, self.block_stride)
+        if poison:
+            self._rows[:] = POISON
+
+    def side(self, key: int = 0) -> Side:
+        """This pool as one end of a transfer; `key` is its region's key at the NIC."""
+        return Side(self.region.addr, self.block_stride, self.layout.layer_offsets[:-1], key)
 
     def full(self, block_id: int) -> np.ndarray:
         """A view of a Full Block: uint8 `[num_layers, block_tokens, bytes]`, or `[nbytes]` when
@@ -215,26 +244,56 @@ class BlockPool:
             raise InvalidArgument(f"block {block_id} of {self.num_blocks}")
         return block_id
 
-    def _check_open(self):
-        if self._closed:
-            raise Closed("the pool is closed")
+    def _clear(self, ids):
+        if self._poison:
+            self._rows[ids] = POISON
 
     def close(self) -> None:
-        """Refuse further use. Busy while a transfer touches a block; views keep the memory."""
-        with self._lock:
-            if self._pins.any():
-                raise Busy(f"{int(np.count_nonzero(self._pins))} blocks are being transferred: "
-                           "wait for the transfers or cancel them, then close")
-            self._closed = True
-            fd, self.fd = self.fd, -1
+        super().close()
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
-    def __enter__(self):
-        return self
 
-    def __exit__(self, *exc):
-        self.close()
+class LayerPool(BlockAllocator):
+    """`num_blocks` blocks kept layer by layer, as attention kernels want them in HBM: all Layer
+    Blocks of layer 0, then all of layer 1, ..."""
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, *, memory=None, poison: bool = False):
+        super().__init__(num_blocks)
+        self.layout, self._poison = _checked(layout), poison
+        if not layout.is_uniform:
+            raise InvalidArgument("a LayerPool needs layers of equal size; use a BlockPool")
+        self.block_stride = layout.layer_block_nbytes(0)
+        nbytes = layout.num_layers * self.num_blocks * self.block_stride
+        self.region = Region(anonymous(nbytes) if memory is None else memory)
+        if self.region.nbytes < nbytes:
+            raise InvalidArgument(f"{num_blocks} blocks need {nbytes} bytes, the memory has "
+                                  f"{self.region.nbytes}")
+        self._rows = self.region.array[:nbytes].reshape(
+            layout.num_layers, self.num_blocks, layout.block_tokens, -1)
+        if poison:
+            self._rows[:] = POISON
+
+    def side(self, key: int = 0) -> Side:
+        """This pool as one end of a transfer; `key` is its region's key at the NIC."""
+        step = self.num_blocks * self.block_stride
+        return Side(self.region.addr, self.block_stride,
+                    tuple(layer * step for layer in range(self.layout.num_layers)), key)
+
+    def layer(self, layer: int) -> np.ndarray:
+        """A view of all Layer Blocks of a layer: uint8 `[num_blocks, block_tokens, bytes]`."""
+        return self._rows[layer]
+
+    def _clear(self, ids):
+        if self._poison:
+            self._rows[:, ids] = POISON
+
+
+def _checked(layout):
+    if not isinstance(layout, BlockLayout):
+        raise InvalidArgument(f"layout must be a BlockLayout, not {type(layout).__name__}")
+    return layout
 
 
 def _choose(free: np.ndarray, count: int) -> np.ndarray:

@@ -1,5 +1,5 @@
 # The C API of include/kvio, word for word. No logic here.
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 cdef extern from "kvio/block.h" nogil:
     struct kvio_key:
@@ -135,22 +135,129 @@ cdef extern from "kvio/ring.h" nogil:
     int kvio_ring_forget(kvio_ring *ring, uint64_t region)
     int kvio_ring_fault(kvio_ring *ring, const kvio_fault *fault)
     void kvio_ring_pause(kvio_ring *ring, int paused)
-    struct kvio_batch:
+    struct kvio_io_batch:
         pass
-    struct kvio_batch_params:
+    struct kvio_io_batch_params:
         uint32_t write
         uint32_t count
         uint64_t region
         uint64_t region_addr
         uint64_t region_nbytes
         const kvio_block_io *blocks
-    int kvio_batch_submit(kvio_batch **out, kvio_ring *ring, const kvio_batch_params *params)
-    int kvio_batch_done(kvio_batch *batch)
-    int kvio_batch_wait(kvio_batch *batch, int64_t timeout_ns)
-    int kvio_batch_fd(kvio_batch *batch)
-    void kvio_batch_cancel(kvio_batch *batch, kvio_ring *ring)
-    const int32_t *kvio_batch_status(const kvio_batch *batch)
-    const kvio_block_io *kvio_batch_blocks(const kvio_batch *batch)
-    void kvio_batch_times(kvio_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
+    int kvio_io_batch_submit(kvio_io_batch **out, kvio_ring *ring, const kvio_io_batch_params *params)
+    int kvio_io_batch_done(kvio_io_batch *batch)
+    int kvio_io_batch_wait(kvio_io_batch *batch, int64_t timeout_ns)
+    int kvio_io_batch_fd(kvio_io_batch *batch)
+    void kvio_io_batch_cancel(kvio_io_batch *batch, kvio_ring *ring)
+    const int32_t *kvio_io_batch_status(const kvio_io_batch *batch)
+    const kvio_block_io *kvio_io_batch_blocks(const kvio_io_batch *batch)
+    void kvio_io_batch_times(kvio_io_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
                           int64_t *completed_ns)
+    void kvio_io_batch_put(kvio_io_batch *batch)
+
+cdef extern from "kvio/nic.h" nogil:
+    enum:
+        KVIO_NUM_SL
+        KVIO_NUM_VL
+        KVIO_LOCAL_WRITE
+        KVIO_REMOTE_WRITE
+        KVIO_REMOTE_READ
+    struct kvio_nic:
+        pass
+    struct kvio_qp:
+        pass
+    struct kvio_batch:
+        pass
+    struct kvio_fabric:
+        pass
+    struct kvio_nic_ops:
+        const char *name
+    const kvio_nic_ops kvio_soft_ops
+    struct kvio_nic_params:
+        const char *device
+        kvio_fabric *fabric
+        uint64_t bytes_per_s
+        uint32_t mtu
+        uint32_t queue_depth
+        uint32_t max_sge
+    struct kvio_qp_params:
+        uint8_t sl
+        uint8_t tclass
+        uint32_t depth
+    struct kvio_endpoint:
+        uint32_t qpn
+        uint32_t psn
+        uint32_t mtu
+        uint32_t rd_atomic
+        uint16_t lid
+        uint8_t sl
+        uint8_t tclass
+        uint8_t gid[16]
+    struct kvio_qp_info:
+        kvio_endpoint local
+        uint32_t state
+        uint32_t depth
+        uint32_t max_sge
+        uint32_t free
+    struct kvio_post:
+        const kvio_wr *wrs
+        const kvio_sge *sges
+        uint64_t local_offset
+        uint64_t remote_offset
+        uint64_t wr_id
+        uint32_t count
+        uint32_t num_sges
+        uint32_t flags
+        uint32_t opcode
+    struct kvio_counters:
+        uint64_t doorbells
+        uint64_t work_requests
+        uint64_t signalled
+        uint64_t completions
+        uint64_t errors
+        uint64_t tx_packets
+        uint64_t rx_packets
+        uint64_t tx_busy_ns
+        uint64_t rx_busy_ns
+        uint64_t tx_bytes[16]
+        uint64_t rx_bytes[16]
+    struct kvio_batch_info:
+        uint32_t count
+        uint32_t drained
+        uint64_t nbytes
+        uint64_t submitted_ns
+        uint64_t completed_ns
+        const int32_t *status
+        const uint8_t *codes
+    int kvio_nic_open(kvio_nic **out, const kvio_nic_ops *ops, const kvio_nic_params *params)
+    int kvio_nic_close(kvio_nic *nic)
+    int kvio_nic_drain(kvio_nic *nic, int cancel, uint64_t timeout_ns)
+    void kvio_nic_free(kvio_nic *nic)
+    void kvio_nic_counters(kvio_nic *nic, kvio_counters *out)
+    int kvio_nic_in_flight(kvio_nic *nic)
+    int kvio_nic_event_fd(kvio_nic *nic)
+    int kvio_nic_drive(kvio_nic *nic)
+    int kvio_nic_reg(kvio_nic *nic, uint64_t addr, uint64_t nbytes, uint32_t access,
+                     uint64_t *key)
+    int kvio_nic_dereg(kvio_nic *nic, uint64_t key)
+    int kvio_qp_create(kvio_nic *nic, const kvio_qp_params *params, kvio_qp **out)
+    int kvio_qp_connect(kvio_qp *qp, const kvio_endpoint *remote)
+    int kvio_qp_query(kvio_qp *qp, kvio_qp_info *out)
+    int kvio_qp_fail(kvio_qp *qp)
+    int kvio_qp_reset(kvio_qp *qp)
+    int kvio_qp_destroy(kvio_qp *qp)
+    int kvio_batch_post(kvio_qp *qp, const kvio_post *post, kvio_batch **out)
+    int kvio_batch_poll(kvio_batch *batch)
+    int kvio_batch_wait(kvio_batch *batch, uint64_t timeout_ns)
+    int kvio_batch_cancel(kvio_batch *batch)
+    int kvio_batch_event_fd(kvio_batch *batch)
     void kvio_batch_put(kvio_batch *batch)
+    void kvio_batch_look(kvio_batch *batch, kvio_batch_info *out)
+    const char *kvio_wc_name(uint32_t status)
+    int kvio_wc_errno(uint32_t status)
+    int kvio_fabric_open(kvio_fabric **out, int virtual_clock)
+    void kvio_fabric_put(kvio_fabric *fabric)
+    int kvio_fabric_advance(kvio_fabric *fabric, uint64_t to_ns)
+    uint64_t kvio_fabric_now(kvio_fabric *fabric)
+    int kvio_soft_fault(kvio_nic *nic, uint32_t fault, uint64_t nth, uint64_t value)
+    void kvio_memcpy_loop(const kvio_wr *wrs, size_t count)

