@@ -151,8 +151,8 @@ void kvio_ring_pause(struct kvio_ring *ring, int paused);
 
 /* ---- batches ---- */
 
-struct kvio_io_batch;
-struct kvio_io_batch_params {
+struct kvio_ring_batch;
+struct kvio_ring_batch_params {
 	uint32_t write;			/* 0: read */
 	uint32_t count;
 	uint64_t region;		/* number of the region, never reused; 0: do not register */
@@ -161,20 +161,20 @@ struct kvio_io_batch_params {
 	const struct kvio_block_io *blocks;	/* copied */
 };
 /* Submits; the ring completes it on its own. The caller owns one reference. */
-int kvio_io_batch_submit(struct kvio_io_batch **out, struct kvio_ring *ring,
-		      const struct kvio_io_batch_params *params);
-int kvio_io_batch_done(struct kvio_io_batch *batch);
+int kvio_ring_batch_submit(struct kvio_ring_batch **out, struct kvio_ring *ring,
+			   const struct kvio_ring_batch_params *params);
+int kvio_ring_batch_done(struct kvio_ring_batch *batch);
 /* 1 when drained, 0 after timeout_ns. */
-int kvio_io_batch_wait(struct kvio_io_batch *batch, int64_t timeout_ns);
+int kvio_ring_batch_wait(struct kvio_ring_batch *batch, int64_t timeout_ns);
 /* An eventfd that becomes readable when the batch has drained; made on the first call. */
-int kvio_io_batch_fd(struct kvio_io_batch *batch);
+int kvio_ring_batch_fd(struct kvio_ring_batch *batch);
 /* What has not started gets -ECANCELED. Returns at once: wait for the rest. */
-void kvio_io_batch_cancel(struct kvio_io_batch *batch, struct kvio_ring *ring);
-const int32_t *kvio_io_batch_status(const struct kvio_io_batch *batch);
-const struct kvio_block_io *kvio_io_batch_blocks(const struct kvio_io_batch *batch);
-void kvio_io_batch_times(struct kvio_io_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
+void kvio_ring_batch_cancel(struct kvio_ring_batch *batch, struct kvio_ring *ring);
+const int32_t *kvio_ring_batch_status(const struct kvio_ring_batch *batch);
+const struct kvio_block_io *kvio_ring_batch_blocks(const struct kvio_ring_batch *batch);
+void kvio_ring_batch_times(struct kvio_ring_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
 		      int64_t *completed_ns);
-void kvio_io_batch_put(struct kvio_io_batch *batch);	/* NULL is fine */
+void kvio_ring_batch_put(struct kvio_ring_batch *batch);	/* NULL is fine */
 
 _Static_assert(sizeof(struct kvio_block_io) == 72, "the numpy dtype says 72");
 

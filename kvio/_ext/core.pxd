@@ -242,23 +242,23 @@ cdef extern from "kvio/ring.h" nogil:
     int kvio_ring_forget(kvio_ring *ring, uint64_t region)
     int kvio_ring_fault(kvio_ring *ring, const kvio_fault *fault)
     void kvio_ring_pause(kvio_ring *ring, int paused)
-    struct kvio_io_batch:
+    struct kvio_ring_batch:
         pass
-    struct kvio_io_batch_params:
+    struct kvio_ring_batch_params:
         uint32_t write
         uint32_t count
         uint64_t region
         uint64_t region_addr
         uint64_t region_nbytes
         const kvio_block_io *blocks
-    int kvio_io_batch_submit(kvio_io_batch **out, kvio_ring *ring,
-                             const kvio_io_batch_params *params)
-    int kvio_io_batch_done(kvio_io_batch *batch)
-    int kvio_io_batch_wait(kvio_io_batch *batch, int64_t timeout_ns)
-    int kvio_io_batch_fd(kvio_io_batch *batch)
-    void kvio_io_batch_cancel(kvio_io_batch *batch, kvio_ring *ring)
-    const int32_t *kvio_io_batch_status(const kvio_io_batch *batch)
-    const kvio_block_io *kvio_io_batch_blocks(const kvio_io_batch *batch)
-    void kvio_io_batch_times(kvio_io_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
+    int kvio_ring_batch_submit(kvio_ring_batch **out, kvio_ring *ring,
+                             const kvio_ring_batch_params *params)
+    int kvio_ring_batch_done(kvio_ring_batch *batch)
+    int kvio_ring_batch_wait(kvio_ring_batch *batch, int64_t timeout_ns)
+    int kvio_ring_batch_fd(kvio_ring_batch *batch)
+    void kvio_ring_batch_cancel(kvio_ring_batch *batch, kvio_ring *ring)
+    const int32_t *kvio_ring_batch_status(const kvio_ring_batch *batch)
+    const kvio_block_io *kvio_ring_batch_blocks(const kvio_ring_batch *batch)
+    void kvio_ring_batch_times(kvio_ring_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
                              int64_t *completed_ns)
-    void kvio_io_batch_put(kvio_io_batch *batch)
+    void kvio_ring_batch_put(kvio_ring_batch *batch)

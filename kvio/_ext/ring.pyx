@@ -161,7 +161,7 @@ cdef class Ring:
                uint64_t region_nbytes):
         """Submit an array of BLOCK_IO (copied); returns its Batch."""
         cdef Batch batch = Batch.__new__(Batch)
-        cdef kvio_io_batch_params params
+        cdef kvio_ring_batch_params params
         cdef kvio_ring *ring = self.opened()
         cdef Py_buffer view
         cdef int rc
@@ -171,7 +171,7 @@ cdef class Ring:
         params.region_nbytes = region_nbytes
         params.blocks = <const kvio_block_io *>view.buf
         with nogil:
-            rc = kvio_io_batch_submit(&batch._batch, ring, &params)
+            rc = kvio_ring_batch_submit(&batch._batch, ring, &params)
         PyBuffer_Release(&view)
         check(rc)
         batch._ring, batch.num_blocks = self, params.count
@@ -255,26 +255,26 @@ cdef class _Array:
 
 cdef class Batch:
     """A batch in flight or drained; its ring completes it whether or not anybody looks."""
-    cdef kvio_io_batch *_batch
+    cdef kvio_ring_batch *_batch
     cdef Ring _ring
     cdef readonly uint32_t num_blocks
 
     def __dealloc__(self):
-        kvio_io_batch_put(self._batch)
+        kvio_ring_batch_put(self._batch)
 
     def poll(self):
         """True once drained."""
-        return bool(kvio_io_batch_done(self._batch))
+        return bool(kvio_ring_batch_done(self._batch))
 
     def wait(self, timeout_s=None):
         """Sleep without the GIL until drained (True) or for timeout_s (False). Signal handlers
         run meanwhile."""
         cdef int64_t left = -1 if timeout_s is None else max(0, int(timeout_s * 1e9)), slice_ns
-        cdef bint done = kvio_io_batch_done(self._batch)
+        cdef bint done = kvio_ring_batch_done(self._batch)
         while not done:
             slice_ns = SLICE_NS if left < 0 or left > SLICE_NS else left
             with nogil:
-                done = kvio_io_batch_wait(self._batch, slice_ns)
+                done = kvio_ring_batch_wait(self._batch, slice_ns)
             PyErr_CheckSignals()
             if left >= 0:
                 left -= slice_ns
@@ -285,12 +285,12 @@ cdef class Batch:
     def cancel(self):
         """What has not started gets -ECANCELED; returns once the rest has drained."""
         if self._ring._ring is not NULL:
-            kvio_io_batch_cancel(self._batch, self._ring._ring)
+            kvio_ring_batch_cancel(self._batch, self._ring._ring)
         self.wait(None)
 
     def fileno(self):
         """An eventfd, readable once drained."""
-        return check(kvio_io_batch_fd(self._batch))
+        return check(kvio_ring_batch_fd(self._batch))
 
     def drive_fd(self):
         """-1: the ring's thread makes the progress."""
@@ -300,7 +300,7 @@ cdef class Batch:
     def status(self):
         """int32 per block, read-only: 0, -EINPROGRESS or -errno."""
         cdef _Array array = _Array.__new__(_Array)
-        array._owner, array._data = self, kvio_io_batch_status(self._batch)
+        array._owner, array._data = self, kvio_ring_batch_status(self._batch)
         array._shape, array._stride, array._ints = self.num_blocks, 4, True
         return array
 
@@ -308,7 +308,7 @@ cdef class Batch:
     def blocks(self):
         """The blocks as bytes, with what a write has filled in. Read it when drained."""
         cdef _Array array = _Array.__new__(_Array)
-        array._owner, array._data = self, kvio_io_batch_blocks(self._batch)
+        array._owner, array._data = self, kvio_ring_batch_blocks(self._batch)
         array._shape = self.num_blocks * sizeof(kvio_block_io)
         array._stride, array._ints = 1, False
         return array
@@ -317,5 +317,5 @@ cdef class Batch:
         """nbytes asked for, submitted_ns and completed_ns (CLOCK_MONOTONIC; 0: not yet)."""
         cdef uint64_t nbytes
         cdef int64_t submitted, completed
-        kvio_io_batch_times(self._batch, &nbytes, &submitted, &completed)
+        kvio_ring_batch_times(self._batch, &nbytes, &submitted, &completed)
         return {"nbytes": nbytes, "submitted_ns": submitted, "completed_ns": completed}

@@ -5,7 +5,7 @@
 
 #include "ring_internal.h"
 
-void kvio_io_batch_put(struct kvio_io_batch *batch)
+void kvio_ring_batch_put(struct kvio_ring_batch *batch)
 {
 	if (!batch || atomic_fetch_sub(&batch->refs, 1) != 1)
 		return;
@@ -18,9 +18,9 @@ void kvio_io_batch_put(struct kvio_io_batch *batch)
 	free(batch);
 }
 
-static struct kvio_io_batch *batch_new(const struct kvio_io_batch_params *params)
+static struct kvio_ring_batch *batch_new(const struct kvio_ring_batch_params *params)
 {
-	struct kvio_io_batch *batch = calloc(1, sizeof(*batch));
+	struct kvio_ring_batch *batch = calloc(1, sizeof(*batch));
 	size_t count = params->count ? params->count : 1;
 
 	if (!batch)
@@ -47,7 +47,7 @@ static struct kvio_io_batch *batch_new(const struct kvio_io_batch_params *params
 }
 
 /* A wrong address would be a wild write: every block must lie in the region and in a segment. */
-static int block_check(const struct kvio_ring *ring, const struct kvio_io_batch *batch,
+static int block_check(const struct kvio_ring *ring, const struct kvio_ring_batch *batch,
 		       const struct kvio_block_io *block)
 {
 	const struct kvio_store *store = ring->store;
@@ -65,7 +65,7 @@ static int block_check(const struct kvio_ring *ring, const struct kvio_io_batch 
 	return 0;
 }
 
-static int batch_check(const struct kvio_ring *ring, struct kvio_io_batch *batch)
+static int batch_check(const struct kvio_ring *ring, struct kvio_ring_batch *batch)
 {
 	for (uint32_t i = 0; i < batch->count; i++) {
 		struct kvio_block_io *block = &batch->blocks[i];
@@ -84,10 +84,10 @@ static int batch_check(const struct kvio_ring *ring, struct kvio_io_batch *batch
 	return 0;
 }
 
-int kvio_io_batch_submit(struct kvio_io_batch **out, struct kvio_ring *ring,
-		      const struct kvio_io_batch_params *params)
+int kvio_ring_batch_submit(struct kvio_ring_batch **out, struct kvio_ring *ring,
+		      const struct kvio_ring_batch_params *params)
 {
-	struct kvio_io_batch *batch = batch_new(params);
+	struct kvio_ring_batch *batch = batch_new(params);
 	bool nothing;	/* to do; the ring owns batch->remaining once it has the batch */
 	int rc;
 
@@ -116,7 +116,7 @@ int kvio_io_batch_submit(struct kvio_io_batch **out, struct kvio_ring *ring,
 	}
 	if (rc < 0) {
 		atomic_store(&batch->refs, 1);
-		kvio_io_batch_put(batch);
+		kvio_ring_batch_put(batch);
 		return rc;
 	}
 	*out = batch;
@@ -128,7 +128,7 @@ int kvio_io_batch_submit(struct kvio_io_batch **out, struct kvio_ring *ring,
 }
 
 /* Called by the ring once every element has its status and no device touches its memory. */
-void batch_complete(struct kvio_io_batch *batch)
+void batch_complete(struct kvio_ring_batch *batch)
 {
 	pthread_mutex_lock(&batch->lock);
 	batch->completed_ns = now_ns();
@@ -137,15 +137,15 @@ void batch_complete(struct kvio_io_batch *batch)
 		eventfd_write(batch->event_fd, 1);
 	pthread_cond_broadcast(&batch->drained);
 	pthread_mutex_unlock(&batch->lock);
-	kvio_io_batch_put(batch);
+	kvio_ring_batch_put(batch);
 }
 
-int kvio_io_batch_done(struct kvio_io_batch *batch)
+int kvio_ring_batch_done(struct kvio_ring_batch *batch)
 {
 	return atomic_load(&batch->done);
 }
 
-int kvio_io_batch_wait(struct kvio_io_batch *batch, int64_t timeout_ns)
+int kvio_ring_batch_wait(struct kvio_ring_batch *batch, int64_t timeout_ns)
 {
 	int64_t deadline = timeout_ns < 0 ? -1 : now_ns() + timeout_ns;
 	int rc = 0;
@@ -157,7 +157,7 @@ int kvio_io_batch_wait(struct kvio_io_batch *batch, int64_t timeout_ns)
 	return atomic_load(&batch->done);
 }
 
-int kvio_io_batch_fd(struct kvio_io_batch *batch)
+int kvio_ring_batch_fd(struct kvio_ring_batch *batch)
 {
 	int fd;
 
@@ -173,7 +173,7 @@ int kvio_io_batch_fd(struct kvio_io_batch *batch)
 	return fd;
 }
 
-void kvio_io_batch_cancel(struct kvio_io_batch *batch, struct kvio_ring *ring)
+void kvio_ring_batch_cancel(struct kvio_ring_batch *batch, struct kvio_ring *ring)
 {
 	atomic_store(&batch->cancelled, true);
 	pthread_mutex_lock(&ring->lock);
@@ -182,17 +182,17 @@ void kvio_io_batch_cancel(struct kvio_io_batch *batch, struct kvio_ring *ring)
 	ring->backend->wake(ring);
 }
 
-const int32_t *kvio_io_batch_status(const struct kvio_io_batch *batch)
+const int32_t *kvio_ring_batch_status(const struct kvio_ring_batch *batch)
 {
 	return batch->status;
 }
 
-const struct kvio_block_io *kvio_io_batch_blocks(const struct kvio_io_batch *batch)
+const struct kvio_block_io *kvio_ring_batch_blocks(const struct kvio_ring_batch *batch)
 {
 	return batch->blocks;
 }
 
-void kvio_io_batch_times(struct kvio_io_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
+void kvio_ring_batch_times(struct kvio_ring_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
 		      int64_t *completed_ns)
 {
 	pthread_mutex_lock(&batch->lock);

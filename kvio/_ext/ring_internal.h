@@ -68,8 +68,8 @@ struct kvio_store {
 	bool dirty, stop, running;
 };
 
-struct kvio_io_batch {
-	struct kvio_io_batch *next;	/* in the inbox */
+struct kvio_ring_batch {
+	struct kvio_ring_batch *next;	/* in the inbox */
 	atomic_int refs;
 	atomic_bool cancelled, done;
 	bool write;
@@ -90,7 +90,7 @@ enum step { STEP_NEW, STEP_INVALIDATE, STEP_INVALIDATE_SYNC, STEP_PAYLOAD, STEP_
 /* Blocks of a batch that are adjacent in the file and in memory: the unit of merging, pacing. */
 struct run {
 	struct run *next;
-	struct kvio_io_batch *batch;
+	struct kvio_ring_batch *batch;
 	struct kvio_segment *segment;
 	uint32_t first, count;		/* elements of the batch */
 	enum step step;
@@ -172,7 +172,7 @@ struct kvio_ring {
 	pthread_cond_t opened;
 	int opened_rc;				/* 1 until the thread has opened the device */
 	bool stop, cancel;
-	struct kvio_io_batch *inbox, **inbox_tail;
+	struct kvio_ring_batch *inbox, **inbox_tail;
 	uint64_t *forget;			/* regions whose memory is gone */
 	uint32_t num_forget;
 	struct kvio_fault faults[MAX_FAULTS];
@@ -205,7 +205,7 @@ int monotonic_cond_wait(pthread_cond_t *cond, pthread_mutex_t *lock, int64_t dea
 void segment_page_changed(struct kvio_store *store, struct kvio_segment *segment, uint32_t page);
 
 /* ring_batch.c */
-void batch_complete(struct kvio_io_batch *batch);
+void batch_complete(struct kvio_ring_batch *batch);
 
 /* ring_io.c */
 struct io *io_new(struct kvio_ring *ring);
@@ -218,7 +218,7 @@ void page_put(struct kvio_ring *ring, void *page);
 void io_free_spares(struct kvio_ring *ring);
 
 /* ring_run.c */
-void runs_plan(struct kvio_ring *ring, struct kvio_io_batch *batch);
+void runs_plan(struct kvio_ring *ring, struct kvio_ring_batch *batch);
 void runs_cancel(struct kvio_ring *ring, bool all);
 int64_t runs_launch(struct kvio_ring *ring);
 int64_t runs_release(struct kvio_ring *ring);
@@ -237,7 +237,7 @@ void commit_done(struct kvio_ring *ring, struct io *io, int res);
 /* ring_stats.c */
 void stats_run(struct kvio_ring *ring, struct run *run, int64_t when_ns);
 void stats_add(struct kvio_ring *ring, uint64_t *counter, uint64_t more);
-int slices_for(struct kvio_ring *ring, const struct kvio_io_batch *batch);
+int slices_for(struct kvio_ring *ring, const struct kvio_ring_batch *batch);
 void slices_forget(struct kvio_ring *ring, uint64_t id);
 int slices_reserve(struct kvio_ring *ring, int count);
 

@@ -55,7 +55,7 @@ static bool extends(const struct kvio_ring *ring, const struct run *run,
 
 static void run_report(struct kvio_ring *ring, struct run *run);
 
-static struct run *run_new(struct kvio_ring *ring, struct kvio_io_batch *batch, uint32_t first)
+static struct run *run_new(struct kvio_ring *ring, struct kvio_ring_batch *batch, uint32_t first)
 {
 	struct run *run = calloc(1, sizeof(*run));
 
@@ -69,14 +69,14 @@ static struct run *run_new(struct kvio_ring *ring, struct kvio_io_batch *batch, 
 	return run;
 }
 
-static void batch_ends(struct kvio_ring *ring, struct kvio_io_batch *batch)
+static void batch_ends(struct kvio_ring *ring, struct kvio_ring_batch *batch)
 {
 	stats_add(ring, &ring->stats.batches_completed, 1);
 	atomic_fetch_sub(&ring->batches_in_flight, 1);
 	batch_complete(batch);
 }
 
-static void unqueue(struct kvio_ring *ring, const struct kvio_io_batch *batch, uint32_t element)
+static void unqueue(struct kvio_ring *ring, const struct kvio_ring_batch *batch, uint32_t element)
 {
 	if (!batch->write) {
 		atomic_fetch_sub(&ring->queued_bytes, ring->store->params.block_nbytes);
@@ -84,7 +84,7 @@ static void unqueue(struct kvio_ring *ring, const struct kvio_io_batch *batch, u
 	}
 }
 
-void runs_plan(struct kvio_ring *ring, struct kvio_io_batch *batch)
+void runs_plan(struct kvio_ring *ring, struct kvio_ring_batch *batch)
 {
 	int index = batch->remaining ? slices_for(ring, batch) : -1;
 	const struct region *region = index < 0 ? NULL : &ring->regions[index];
@@ -251,7 +251,7 @@ bool run_split(struct kvio_ring *ring, struct run *run)
 
 static void run_report(struct kvio_ring *ring, struct run *run)
 {
-	struct kvio_io_batch *batch = run->batch;
+	struct kvio_ring_batch *batch = run->batch;
 	int64_t when = now_ns();
 
 	stats_run(ring, run, when);

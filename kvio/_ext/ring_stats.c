@@ -125,7 +125,7 @@ static int region_add(struct kvio_ring *ring, struct region *region)
 }
 
 /* The region of a batch, registered on its first use; -1: use plain buffers. */
-int slices_for(struct kvio_ring *ring, const struct kvio_io_batch *batch)
+int slices_for(struct kvio_ring *ring, const struct kvio_ring_batch *batch)
 {
 	uint64_t stride = ring->store->params.slot_stride;
 	struct region *region;

@@ -26,7 +26,7 @@ int kvio_backend_probe(uint32_t number)
 /* Takes what others have left for the ring; false once it has nothing more to do. */
 static bool intake(struct kvio_ring *ring)
 {
-	struct kvio_io_batch *batch, *next;
+	struct kvio_ring_batch *batch, *next;
 	uint64_t *forget;
 	uint32_t num_forget;
 	bool cancel, stop;

@@ -128,7 +128,7 @@ class Description:
     @classmethod
     def from_json(cls, text: str, path: str) -> "Description":
         """The inverse; FormatError for anything that docs/format.md does not describe."""
-        damaged = f"{path} is damaged: restore it, or move the directory away and start a new store"
+        damaged = f"{path} is damaged: restore it, or move the directory away and start anew"
         try:
             data = json.loads(text)
             if data["format"] != "kvio-store" or not isinstance(data["version"], int):
