@@ -134,8 +134,8 @@ class Description:
             if data["format"] != "kvio-store" or not isinstance(data["version"], int):
                 raise ValueError("not a kvio store")
             if data["version"] != VERSION:
-                raise FormatError(errno.EPROTO, f"{path} has format version {data['version']}, this kvio "
-                                  f"reads version {VERSION}: use a kvio that knows it")
+                raise FormatError(errno.EPROTO, f"{path} has format version {data['version']}, "
+                                  f"this kvio reads version {VERSION}: use a newer kvio")
             layout = BlockLayout.from_dict(data["layout"])
             segment = data["segment"]
             geometry = Geometry(*(segment[name] for name in _GEOMETRY[:3]))
