@@ -157,13 +157,14 @@ def read_description(folder: str) -> Description | None:
     path = os.path.join(folder, JSON_NAME)
     try:
         with open(path, encoding="utf-8") as file:
-            return Description.from_json(file.read(), path)
+            text = file.read()
     except FileNotFoundError:
         return None
     except UnicodeDecodeError:
         raise FormatError(errno.EBADMSG, f"{path} is damaged: it is not text") from None
     except OSError as failed:
         raise StoreError(failed.errno, f"cannot read {path}") from failed
+    return Description.from_json(text, path)
 
 
 def create_description(folder: str, layout: BlockLayout, geometry: Geometry) -> Description:
