@@ -118,11 +118,11 @@ struct kvio_ring_stats {
 };
 /* What the tests inject: the next `count` matching operations after `skip` get `result`. */
 struct kvio_fault {
-	uint32_t op_mask;		/* 1 read, 2 write, 4 sync, 8 register */
+	uint32_t op_mask;		/* 1 read, 2 write, 4 sync, 8 register; 0: end all */
 	uint32_t skip;
 	uint32_t count;
 	int32_t  result;		/* -errno; or > 0: move at most so many bytes */
-	uint64_t from_offset;		/* file offsets that match */
+	uint64_t from_offset;		/* it matches if it touches these file offsets */
 	uint64_t to_offset;
 };
 
