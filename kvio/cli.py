@@ -4,6 +4,7 @@ import sys
 
 import kvio
 from kvio import doctor
+from kvio.errors import KvioError
 
 
 def parser() -> argparse.ArgumentParser:
@@ -13,7 +14,28 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("doctor", help="what this machine has, and what it lacks")
     command.add_argument("--json", action="store_true", help="for programs")
     command.set_defaults(run=doctor.run)
+    command = commands.add_parser(
+        "demo", help="a real model over both read paths, then a timed run: two paths against one",
+        description="Emulated bandwidths are labelled so. Exits 0 when all modes generate the "
+        "same tokens and every hit is as predicted.")
+    command.add_argument("--json", action="store_true", help="figures for programs on stdout")
+    command.add_argument("--only", action="append", choices=["real", "timed"],
+                         help="one part (default: both)")
+    command.add_argument("--exact", action="store_true", help="real model: arithmetic that is "
+                         "bit for bit the same for any split of the tokens (slower)")
+    command.add_argument("--nodes", action="append", metavar="1P2D", help="timed run: prefill and "
+                         "decode nodes; may be repeated (default: 1P1D, then 1P2D)")
+    command.add_argument("--turns", type=int, default=5, help="timed run: turns of each agent")
+    command.add_argument("--dir", help="where the stores are made (default: the temporary "
+                         "directory); removed afterwards")
+    command.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    command.set_defaults(run=_demo)
     return top
+
+
+def _demo(arguments) -> int:
+    from kvio.engine import demo        # needs the demo's packages, which the rest does not
+    return demo.run(arguments)
 
 
 def main(argv=None) -> int:
@@ -23,6 +45,9 @@ def main(argv=None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except KvioError as error:              # says itself what to do; a traceback adds nothing
+        print(f"kvio: {error}", file=sys.stderr)
+        return 2
     except BrokenPipeError:                 # the reader of our output went away: `| head`
         sys.stdout = None
         return 141

@@ -45,7 +45,7 @@ class Transfer:
     def __init__(self, handle, what, *, keep=(), on_drain=None, finish=None):
         """`what` names the batch in errors; `finish(status)` computes the result."""
         self._handle, self._what = handle, what
-        self._keep, self._on_drain = keep, on_drain
+        self._keep, self._on_drain = keep, [on_drain] if on_drain else []
         self._finish = finish or self._all_or_error
         with _lock:
             _in_flight.add(self)
@@ -74,6 +74,15 @@ class Transfer:
     def stats(self) -> dict:
         """nbytes asked for, and when the batch was submitted and completed (monotonic ns)."""
         return self._handle.stats()
+
+    def when_drained(self, callback) -> None:
+        """Call `callback()` once the draining has been observed; now, if it has been."""
+        with _lock:
+            waiting = self._on_drain is not None
+            if waiting:
+                self._on_drain.append(callback)
+        if not waiting:
+            callback()
 
     def fileno(self) -> int:
         """An eventfd that is readable once the batch has drained. On a soft NIC somebody has to
@@ -106,8 +115,8 @@ class Transfer:
         with _lock:
             _in_flight.discard(self)
             on_drain, self._on_drain, self._keep = self._on_drain, None, ()
-        if on_drain is not None:
-            on_drain()
+        for callback in on_drain or ():
+            callback()
 
     def _all_or_error(self, status):
         bad = np.flatnonzero(status)

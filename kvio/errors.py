@@ -8,7 +8,7 @@ import errno as _errno
 import os as _os
 
 __all__ = [
-    "BackendUnavailable", "Busy", "Closed", "FormatError", "InvalidArgument", "KvioError",
+    "BackendUnavailable", "BlocksMissing", "Busy", "Closed", "FormatError", "InvalidArgument", "KvioError",
     "LayoutMismatch", "ModelMissing", "OutOfBlocks", "StoreError", "TransferError",
     "TransferTimeout", "errno_name",
 ]
@@ -85,3 +85,12 @@ class TransferError(_OsError):
 
 class TransferTimeout(KvioError, TimeoutError):
     """`wait` gave up. The transfer goes on and keeps its memory; wait again or cancel it."""
+
+
+class BlocksMissing(KvioError, LookupError):
+    """Blocks that were matched could not be read (evicted, damaged): plan the request again with
+    `num_usable_blocks` hits; the rest is recomputed."""
+
+    def __init__(self, message: str, num_usable_blocks: int):
+        super().__init__(message)
+        self.num_usable_blocks = num_usable_blocks

@@ -15,7 +15,8 @@ import numpy as np
 from kvio.errors import Busy, Closed, InvalidArgument, OutOfBlocks
 from kvio.layout import PAGE, BlockLayout, Side
 
-__all__ = ["BlockAllocator", "BlockPool", "LayerPool", "POISON", "Region", "anonymous", "sealed_memfd"]
+__all__ = ["BlockAllocator", "BlockPool", "LayerPool", "POISON", "Region", "anonymous",
+           "sealed_memfd"]
 
 POISON = 0xA5               # fills freed blocks, so that stale bytes cannot pass for KV
 _HUGE = 2 << 20

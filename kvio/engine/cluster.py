@@ -1,0 +1,178 @@
+"""The embedded cluster: prefill and decode engines of one process, and a request's way through.
+
+A request is matched against the store, routed by the scheduler, carried along its `ReadPlan`,
+decoded, and its new full blocks are persisted. The engines differ from a real deployment in what
+is emulated: bandwidths of NICs (by the soft NIC and paced rings), and HBM (host memory).
+"""
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvio.engine.decode import DecodeEngine
+from kvio.engine.prefill import PrefillEngine
+from kvio.engine.request import EngineRequest, usable_hits
+from kvio.engine.serving import Serving
+from kvio.errors import InvalidArgument
+from kvio.layout import BlockLayout, block_keys, root_key
+from kvio.loader import Mover
+from kvio.scheduler import DE, PE, EngineReport, Request, Scheduler
+from kvio.storage import BlockStore
+from kvio.transfer import COLLECTIVE, KV, Nic
+
+__all__ = ["Cluster", "ClusterConfig", "MODES"]
+
+MODES = ("none", "basic", "dualpath")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Sizes and emulated bandwidths. Rates are bytes per second a direction; 0 is unlimited."""
+
+    layout: BlockLayout
+    num_prefill: int = 1
+    num_decode: int = 1
+    snic_bytes_per_s: int = 0
+    cnic_bytes_per_s: int = 0
+    buffer_blocks: int = 512
+    hbm_blocks: int = 512
+    max_tokens: int = 8192
+    depth: int = 2
+    alpha: int = 1 << 40
+    beta: int = 1 << 40
+    model_name: str = "model"
+
+
+class Cluster:
+    """Use as `async with Cluster(...) as cluster: await cluster.generate(...)`.
+
+    `store` is None in mode "none" (nothing is reused or stored); "basic" reads on the prefill
+    side only; "dualpath" on the side with the shorter reading queue. `make_compute()` gives each
+    engine its arithmetic.
+    """
+
+    def __init__(self, config: ClusterConfig, mode: str, store: BlockStore | None, make_compute):
+        if mode not in MODES:
+            raise InvalidArgument(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+        if (store is None) != (mode == "none"):
+            raise InvalidArgument("mode 'none' goes without a store, the others need one")
+        self.config, self.mode, self.store = config, mode, store
+        self.layout, self._make_compute = config.layout, make_compute
+        self.scheduler = Scheduler(config.alpha, config.beta,
+                                   "shorter_queue" if mode == "dualpath" else "pe")
+        self.prefill, self.decode, self._movers = [], [], {}
+        self._waiting, self._ids = {}, 0            # request_id -> (request, future)
+        self._fabric_name = f"kvio-cluster-{id(self):x}"
+
+    async def __aenter__(self):
+        config = self.config
+        options = {"buffer_blocks": config.buffer_blocks}
+        for i in range(config.num_prefill):
+            self.prefill.append(PrefillEngine(
+                i, f"pe{i}", *self._parts(f"pe{i}"), compute=self._make_compute(),
+                max_tokens=config.max_tokens, depth=config.depth, **options))
+        for i in range(config.num_decode):
+            self.decode.append(DecodeEngine(
+                i, f"de{i}", *self._parts(f"de{i}"), compute=self._make_compute(),
+                hbm_blocks=config.hbm_blocks, **options))
+        self._connect()
+        for engine in self.decode:
+            engine.start()
+        return self
+
+    def _parts(self, name):
+        """Layout, storage ring and compute NIC of a node."""
+        config = self.config
+        ring = self.store.open_ring(read_bytes_per_s=config.snic_bytes_per_s,
+                                    write_bytes_per_s=config.snic_bytes_per_s,
+                                    name=name) if self.store else None
+        nic = Nic.open("soft", name=name, fabric=self._fabric_name,
+                       bytes_per_s=config.cnic_bytes_per_s)
+        nic.listen(name)
+        return self.layout, ring, nic
+
+    def _connect(self):
+        classes = [COLLECTIVE, KV]
+        loops = {e.name: e.nic.connect(e.name, classes=classes) for e in self.engines}
+        for pe in self.prefill:
+            for de in self.decode:
+                peers = {(PE, PE): loops[pe.name], (DE, DE): loops[de.name],
+                         (PE, DE): pe.nic.connect(de.name, classes=classes)}
+                self._movers[pe.engine_id, de.engine_id] = Mover(
+                    self.layout, {PE: pe.ring, DE: de.ring}, peers, KV)
+
+    @property
+    def engines(self):
+        """Prefill engines, then decode engines."""
+        return [*self.prefill, *self.decode]
+
+    async def __aexit__(self, *exc):
+        for engine in self.decode:
+            await engine.stop()
+        for engine in self.engines:
+            engine.compute.close()
+            engine.nic.close()
+            if engine.ring is not None:
+                engine.ring.close()
+
+    async def generate(self, session: str, prompt, num_new_tokens: int) -> EngineRequest:
+        """Serve one request: all tokens generated, all its full blocks stored."""
+        namespace = f"{self.config.model_name}/{session}".encode()
+        prompt = np.asarray(prompt, np.uint32)
+        longest = len(prompt) + num_new_tokens
+        if longest > self.config.max_tokens:
+            raise InvalidArgument(f"{longest} tokens exceed max_tokens {self.config.max_tokens}")
+        self._ids += 1
+        request = EngineRequest(self._ids, session, prompt, num_new_tokens,
+                                block_keys(prompt, self.layout, namespace),
+                                root_key(self.layout, namespace))
+        if self.store is not None:
+            stored = self.store.match(request.keys) * self.layout.block_tokens
+            request.num_hit_tokens = usable_hits(stored, len(prompt), self.layout)
+        serving = await self._route(request)
+        await serving.run()
+        return request
+
+    async def _route(self, request):
+        """Wait until the scheduler has a place for the request."""
+        routed = asyncio.get_running_loop().create_future()
+        self._waiting[request.request_id] = request, routed
+        blocks = self.layout.num_blocks(request.num_prompt_tokens + request.num_new_tokens)
+        # HBM comes in whole blocks, so the scheduler is told whole blocks of tokens.
+        self.scheduler.submit(Request(
+            request.request_id, request.num_prompt_tokens, request.num_hit_tokens,
+            blocks * self.layout.block_tokens - request.num_prompt_tokens))
+        self.fetch()
+        try:
+            return await routed
+        except asyncio.CancelledError:
+            self.scheduler.cancel(request.request_id)
+            self._waiting.pop(request.request_id, None)
+            if routed.done() and not routed.cancelled():
+                routed.result().leave_all()
+            raise
+
+    def fetch(self) -> None:
+        """Ask the scheduler what can start now; at once, since nobody here is far away."""
+        if not self.scheduler.num_waiting:
+            return
+        for route in self.scheduler.fetch(*self._reports()):
+            request, routed = self._waiting.pop(route.request_id)
+            request.path, request.reason = route.path, route.reason
+            pe, de = self.prefill[route.prefill_engine], self.decode[route.decode_engine]
+            routed.set_result(Serving(request, pe, de, self._movers[pe.engine_id, de.engine_id],
+                                      self.fetch))
+
+    def _reports(self):
+        """What the engines say of themselves, and what was promised to them already."""
+        pending = self.scheduler.pending_load()
+        prefill, decode = [], []
+        for node, engine in enumerate(self.engines):
+            side = PE if node < len(self.prefill) else DE
+            count, tokens = pending.get((side, engine.engine_id), (0, 0))
+            queue = engine.read_queue_tokens if engine.ring is not None else 0
+            free = 0 if side == PE else max(0, engine.free_hbm_tokens - tokens)
+            (prefill if side == PE else decode).append(EngineReport(
+                engine.engine_id, node, engine.num_requests + count, engine.num_tokens + tokens,
+                queue, free))
+        return prefill, decode

@@ -1,0 +1,212 @@
+"""Two kinds of arithmetic behind one interface: a real language model, and a timed stand-in.
+
+Both read the KV of hit tokens from the bytes that lie in "HBM" (host memory here) and write the
+KV of new tokens back as bytes, so whatever storage and NICs do to those bytes shows in the
+tokens. The stand-in sleeps in place of the arithmetic: its KV is a known function of token,
+position and layer, it checks every record it is given, and its next token depends on them.
+
+A prefill state and a decode state live as long as their request; an engine calls the methods of
+one state one after the other.
+"""
+import asyncio
+import concurrent.futures
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvio.errors import InvalidArgument
+from kvio.layout import BlockLayout
+
+__all__ = ["ModelCompute", "TimedCompute", "sleep_until"]
+
+_ROWS = 64                                  # working caches grow in whole blocks
+
+
+async def sleep_until(deadline_s: float) -> None:
+    """Sleep until the monotonic time `deadline_s`."""
+    delay = deadline_s - time.monotonic()
+    if delay > 0:
+        await asyncio.sleep(delay)
+
+
+@dataclass
+class _ModelPrefill:
+    hidden: np.ndarray
+    num_hits: int
+    tokens: np.ndarray
+
+
+@dataclass
+class _ModelDecode:
+    caches: list
+    num_tokens: int = 0
+
+
+class ModelCompute:
+    """A real model. Each engine has one of its own: a thread and a working cache; the weights are
+    shared and read-only."""
+
+    def __init__(self, model, layout: BlockLayout):
+        if layout.bytes_per_token != model.bytes_per_token or \
+                layout.num_layers != model.num_layers:
+            raise InvalidArgument("the layout is not the model's")
+        self.model, self.layout = model, layout
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "kvio-compute")
+        self._cache = None                  # float32 working cache of one layer
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    async def _run(self, function, *args):
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def _rows(self, num_tokens):
+        """An empty working cache: float32 [tokens, 2, kv heads, head dim], finite throughout."""
+        return self.model.new_cache(-(-num_tokens // _ROWS) * _ROWS)
+
+    def begin_prefill(self, tokens: np.ndarray, num_hits: int):
+        """State for computing tokens[num_hits:] after num_hits tokens whose KV is loaded."""
+        return _ModelPrefill(self.model.embed(tokens[num_hits:]), num_hits, tokens)
+
+    async def prefill_layer(self, state, layer: int, slot: np.ndarray, ready_s: float) -> float:
+        """Compute one layer. `slot` is uint8 [tokens, bytes_per_token]: hits are read from it,
+        new KV is written behind them. Returns when it was done."""
+        await self._run(self._prefill_layer, state, layer, slot)
+        return time.monotonic()
+
+    def _prefill_layer(self, state, layer, slot):
+        total, hits = len(state.tokens), state.num_hits
+        if self._cache is None or len(self._cache) < total:
+            self._cache = self._rows(total)
+        self.model.unpack(slot[:hits], self._cache[:hits])
+        state.hidden, new = self.model.layer(layer, state.hidden, hits, self._cache)
+        self.model.pack(new, slot[hits:total])
+
+    async def first_token(self, state):
+        """(token, margin): the greedy token after the prompt."""
+        return await self._run(self._argmax, state.hidden[-1:], len(state.tokens) - 1)
+
+    def _argmax(self, hidden, position):
+        logits = self.model.logits(hidden, position)[0]
+        second, first = np.partition(logits, -2)[-2:]
+        return int(np.argmax(logits)), float(first - second)
+
+    async def begin_decode(self, sequence) -> None:
+        """Make the working caches of a sequence from the bytes in its HBM blocks."""
+        sequence.state = await self._run(self._begin_decode, sequence)
+
+    def _begin_decode(self, sequence):
+        caches = []
+        for layer in range(self.layout.num_layers):
+            cache = self._rows(sequence.num_tokens + sequence.request.num_new_tokens)
+            self.model.unpack(sequence.kv_bytes(layer), cache[:sequence.num_tokens])
+            caches.append(cache)
+        return _ModelDecode(caches)
+
+    async def decode_step(self, sequences) -> list:
+        """One token for each sequence: [(token, margin)]. New KV is written to HBM."""
+        return await self._run(lambda: [self._decode_one(s) for s in sequences])
+
+    def _decode_one(self, sequence):
+        position, token = sequence.num_tokens, sequence.request.generated[-1]
+        hidden = self.model.embed(np.array([token], np.uint32))
+        for layer in range(self.layout.num_layers):
+            hidden, new = self.model.layer(layer, hidden, position, sequence.state.caches[layer])
+            self.model.pack(new, sequence.kv_row(layer, position))
+        return self._argmax(hidden, position)
+
+
+@dataclass
+class _TimedPrefill:
+    tokens: np.ndarray
+    num_hits: int
+    digest: int = 0
+
+
+@dataclass
+class TimedCompute:
+    """Sleeps `prefill_s_per_token` a new token (over all layers) and `decode_s` a decode step.
+
+    Work of one engine is queued on one virtual stream: a layer starts when the one before has
+    ended or when its data are there, whichever is later; late wake-ups do not add up.
+    `num_kv_errors` counts records that were not what their token, position and layer say.
+    """
+
+    layout: BlockLayout
+    prefill_s_per_token: float
+    decode_s: float
+    vocabulary: int = 32000
+    num_kv_errors: int = 0
+    busy_s: float = 0.0
+    _free_s: float = field(default=0.0, repr=False)
+
+    def __post_init__(self):
+        if not self.layout.is_uniform or self.layout.bytes_per_token % 8:
+            raise InvalidArgument("the stand-in needs equal layers of 8-byte words")
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def records(self, tokens: np.ndarray, position: int, layer: int) -> np.ndarray:
+        """The KV that these tokens have from `position` on: uint64, one word a token, which
+        fills the whole record."""
+        words = tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        words += np.arange(position + 1, position + 1 + len(tokens), dtype=np.uint64) \
+            * np.uint64(0xC2B2AE3D27D4EB4F)
+        words ^= np.uint64((layer + 1) * 0x165667B19E3779F9 % 2**64)
+        return words * np.uint64(0xD6E8FEB86659FD93)
+
+    def _check(self, kv_bytes, tokens, layer):
+        """Compare whole records; returns a digest of what was really there."""
+        words = kv_bytes.reshape(len(tokens), -1).view(np.uint64)
+        expected = self.records(tokens, 0, layer)
+        self.num_kv_errors += int(np.count_nonzero((words != expected[:, None]).any(axis=1)))
+        return int(np.bitwise_xor.reduce(words[:, -1]))
+
+    def write_records(self, rows: np.ndarray, tokens, position, layer) -> None:
+        """Fill uint8 [tokens, bytes_per_token] rows with the tokens' KV."""
+        rows.view(np.uint64)[:] = self.records(tokens, position, layer)[:, None]
+
+    async def _stream(self, duration_s, ready_s):
+        begin = max(self._free_s, ready_s)
+        self._free_s = begin + duration_s
+        self.busy_s += duration_s
+        await sleep_until(self._free_s)
+        return self._free_s
+
+    def begin_prefill(self, tokens, num_hits):
+        return _TimedPrefill(tokens, num_hits)
+
+    async def prefill_layer(self, state, layer, slot, ready_s):
+        hits = state.num_hits
+        new = len(state.tokens) - hits
+        self.write_records(slot[hits:hits + new], state.tokens[hits:], hits, layer)
+        state.digest ^= self._check(slot[:hits + new], state.tokens, layer)
+        return await self._stream(new * self.prefill_s_per_token / self.layout.num_layers,
+                                  ready_s)
+
+    def _token(self, *seed):
+        value = 0x243F6A8885A308D3
+        for word in seed:
+            value = (value ^ int(word)) * 0x9E3779B97F4A7C15 % 2**64
+            value ^= value >> 29
+        return value % self.vocabulary, float("inf")
+
+    async def first_token(self, state):
+        return self._token(state.tokens[-1], len(state.tokens), state.digest)
+
+    async def begin_decode(self, sequence):
+        tokens = np.asarray(sequence.tokens[:sequence.num_tokens], np.uint32)
+        sequence.state = 0
+        for layer in range(self.layout.num_layers):
+            sequence.state ^= self._check(sequence.kv_bytes(layer), tokens, layer)
+
+    async def decode_step(self, sequences):
+        for sequence in sequences:
+            token = np.array([sequence.request.generated[-1]], np.uint32)
+            for layer in range(self.layout.num_layers):
+                self.write_records(sequence.kv_row(layer, sequence.num_tokens), token,
+                                   sequence.num_tokens, layer)
+        await self._stream(self.decode_s, time.monotonic())
+        return [self._token(s.request.generated[-1], s.num_tokens, s.state) for s in sequences]

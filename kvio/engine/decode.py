@@ -1,0 +1,160 @@
+"""The decode engine: continuous batching over KV blocks in its HBM, persisted as they fill up.
+
+"HBM" is host memory here, registered with the engine's own NIC; it is kept layer by layer.
+"""
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvio.engine.node import Node
+from kvio.errors import TransferError
+from kvio.layout import block_keys
+from kvio.loader import Binding, persist_plan, run_plan
+from kvio.loader.mover import Mover, Place
+from kvio.loader.plan import DE_BUFFER, DE_HBM
+from kvio.memory import LayerPool
+
+__all__ = ["DecodeEngine", "Sequence", "drained"]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request in decode: `num_tokens` have KV in the HBM blocks `ids`."""
+
+    request: object
+    pool: LayerPool
+    ids: np.ndarray
+    num_tokens: int
+    state: object = None
+    done: asyncio.Future = None
+    persisting: list = field(default_factory=list)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Prompt and generated tokens, uint32."""
+        return np.concatenate([self.request.prompt,
+                               np.asarray(self.request.generated, np.uint32)])
+
+    def kv_bytes(self, layer: int) -> np.ndarray:
+        """A copy of the KV of a layer: uint8 [num_tokens, bytes_per_token]."""
+        blocks = self.pool.layer(layer)[self.ids]
+        return blocks.reshape(-1, blocks.shape[-1])[:self.num_tokens]
+
+    def kv_row(self, layer: int, position: int) -> np.ndarray:
+        """The record of one token: a uint8 view [1, bytes_per_token]."""
+        block, offset = divmod(position, self.pool.layout.block_tokens)
+        return self.pool.layer(layer)[self.ids[block], offset:offset + 1]
+
+
+class DecodeEngine(Node):
+    """One GPU's worth of decode: all its sequences advance by a token a step."""
+
+    def __init__(self, engine_id, name, layout, ring, nic, *, compute, buffer_blocks, hbm_blocks):
+        super().__init__(name, layout, ring, nic, buffer_blocks)
+        self.engine_id, self.compute = engine_id, compute
+        self.hbm = LayerPool(layout, hbm_blocks, poison=True)
+        self.hbm_key = nic.register(self.hbm.region).key
+        self.num_requests = self.num_tokens = 0     # assigned and not yet decoded
+        self.promised_blocks = 0                    # HBM of assigned requests, held or to come
+        self.num_persisted_blocks = self.num_persist_failures = 0
+        self._batch, self._joining = [], []
+        self._work, self._task = asyncio.Event(), None
+
+    @property
+    def free_hbm_tokens(self) -> int:
+        """HBM that no assigned request will need."""
+        return (self.hbm.num_blocks - self.promised_blocks) * self.layout.block_tokens
+
+    def hbm_place(self, ids: np.ndarray) -> Place:
+        return Place(self.hbm.side(self.hbm_key), ids, self.hbm)
+
+    def start(self) -> None:
+        """Run the decode loop as a task of the running event loop."""
+        self._task = asyncio.ensure_future(self._loop())
+
+    async def stop(self) -> None:
+        """End the loop; sequences still in it are cancelled."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def decode(self, sequence: Sequence, mover: Mover | None) -> None:
+        """Generate the rest of a request's tokens, then wait until its full blocks are stored.
+        `mover` None: nothing is persisted."""
+        sequence.done = asyncio.get_running_loop().create_future()
+        try:
+            if not sequence.request.finished:
+                await self.compute.begin_decode(sequence)
+                self._joining.append((sequence, mover))
+                self._work.set()
+                await sequence.done
+            await asyncio.gather(*sequence.persisting)
+        finally:
+            sequence.done.cancel()                  # the loop drops it at its next step
+            await drained(sequence.persisting)
+
+    async def _loop(self):
+        try:
+            while True:
+                if not self._batch and not self._joining:
+                    self._work.clear()
+                    await self._work.wait()
+                self._batch += self._joining
+                self._joining.clear()
+                self._batch = [entry for entry in self._batch if not entry[0].done.done()]
+                if self._batch:
+                    await self._step()
+        except Exception as failure:
+            for sequence, _ in self._batch + self._joining:
+                if not sequence.done.done():
+                    sequence.done.set_exception(failure)
+            raise
+
+    async def _step(self):
+        batch = list(self._batch)
+        made = await self.compute.decode_step([sequence for sequence, _ in batch])
+        for (sequence, mover), (token, margin) in zip(batch, made, strict=True):
+            sequence.num_tokens += 1
+            if mover and sequence.num_tokens % self.layout.block_tokens == 0:
+                block = sequence.num_tokens // self.layout.block_tokens - 1
+                sequence.persisting.append(asyncio.ensure_future(
+                    self._persist(sequence, mover, block)))
+            sequence.request.add_token(token, margin)
+            if sequence.request.finished and not sequence.done.done():
+                sequence.done.set_result(None)
+
+    async def _persist(self, sequence, mover, block):
+        """A block has filled up: HBM -> DRAM -> store."""
+        tokens, request = self.layout.block_tokens, sequence.request
+        ids = np.full(block + 1, -1, np.int64)
+        ids[block:] = held = await self.buffer.acquire(1)
+        try:
+            keys = chained_keys(request, sequence.tokens[:(block + 1) * tokens], self.layout)
+            binding = Binding(keys, {DE_BUFFER: self.buffer_place(ids),
+                                     DE_HBM: self.hbm_place(sequence.ids)})
+            steps = [s for s in persist_plan(self.layout, block, from_hbm=True)
+                     if s.source != s.target]       # the buffer is released below, in any case
+            await run_plan(steps, lambda step: mover.perform(step, binding))
+            self.num_persisted_blocks += 1
+        except TransferError:
+            self.num_persist_failures += 1          # a full disk costs reuse, not the request
+        finally:
+            self.buffer.release(held)
+
+
+def chained_keys(request, tokens, layout) -> np.ndarray:
+    """Keys of all full blocks of `tokens`, of which the request's own keys are the beginning."""
+    known = len(request.keys)
+    parent = request.keys[-1]["key"].tobytes() if known else request.root
+    more = block_keys(tokens[known * layout.block_tokens:], layout, parent=parent)
+    return np.concatenate([request.keys, more])
+
+
+async def drained(tasks):
+    """Tasks that have begun to move a block end before its memory is given to anyone else."""
+    for task in tasks:
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError:
+                continue

@@ -1,0 +1,83 @@
+"""A node of the embedded cluster: one storage NIC, one DRAM buffer, one engine with its NIC."""
+import asyncio
+from collections import deque
+
+import numpy as np
+
+from kvio.errors import InvalidArgument, OutOfBlocks
+from kvio.layout import BlockLayout
+from kvio.loader.mover import Place
+from kvio.memory import BlockPool
+
+__all__ = ["Buffer", "Node"]
+
+
+class Buffer:
+    """A DRAM buffer of Full Blocks that requests wait for, first come first served.
+
+    All blocks of a request are taken at once, so two requests never hold half of what each needs.
+    """
+
+    def __init__(self, pool: BlockPool):
+        self.pool, self._waiting = pool, deque()
+
+    async def acquire(self, num_blocks: int) -> np.ndarray:
+        """Block ids; InvalidArgument if the buffer could never hold that many."""
+        if num_blocks > self.pool.num_blocks:
+            raise InvalidArgument(f"a request needs {num_blocks} blocks of a buffer that has "
+                                  f"{self.pool.num_blocks}: enlarge the buffer")
+        if not self._waiting:
+            try:
+                return self.pool.alloc(num_blocks)
+            except OutOfBlocks:
+                pass
+        turn = asyncio.get_running_loop().create_future()
+        entry = num_blocks, turn
+        self._waiting.append(entry)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            elif turn.done() and not turn.cancelled():
+                self.release(turn.result())         # granted and cancelled in the same instant
+            raise
+        finally:
+            self._grant()
+
+    def release(self, ids: np.ndarray) -> None:
+        """Give blocks back and let the next requests have theirs."""
+        self.pool.free(ids)
+        self._grant()
+
+    def _grant(self):
+        while self._waiting and self._waiting[0][1].cancelled():
+            self._waiting.popleft()
+        while self._waiting:
+            num_blocks, turn = self._waiting[0]
+            try:
+                ids = self.pool.alloc(num_blocks)
+            except OutOfBlocks:
+                return
+            self._waiting.popleft()
+            turn.set_result(ids)
+
+
+class Node:
+    """What both kinds of engines have: `ring` (the storage NIC), `nic` (the compute NIC), and a
+    `buffer` registered with both. `waiting_read_tokens` are reads that wait for a buffer."""
+
+    def __init__(self, name: str, layout: BlockLayout, ring, nic, buffer_blocks: int):
+        self.name, self.layout, self.ring, self.nic = name, layout, ring, nic
+        self.buffer = Buffer(BlockPool(layout, buffer_blocks, poison=True))
+        self.buffer_key = nic.register(self.buffer.pool).key
+        self.waiting_read_tokens = 0
+
+    @property
+    def read_queue_tokens(self) -> int:
+        """Tokens that the storage NIC has still to read, queued or waiting for memory."""
+        return self.ring.read_queue.tokens + self.waiting_read_tokens
+
+    def buffer_place(self, ids: np.ndarray) -> Place:
+        """The node's buffer as a place of a plan."""
+        return Place(self.buffer.pool.side(self.buffer_key), ids, self.buffer.pool)

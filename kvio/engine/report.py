@@ -1,0 +1,127 @@
+"""The demo's figures as text for people."""
+
+__all__ = ["render", "table"]
+
+
+def render(report: dict) -> str:
+    """The whole report: per part what was run, the table of modes, and the verdict."""
+    lines = []
+    for name, part in report.items():
+        if name == "real":
+            lines += _real(part)
+        elif name.startswith("timed"):
+            lines += _timed(part)
+    verdict = "the same tokens in every mode" if report["tokens_equal"] else \
+        "TOKENS DIFFER between modes"
+    if not report["ok"]:
+        verdict += "; CHECK FAILED: see hits and KV errors above"
+    return "\n".join([*lines, "", f"Result: {verdict}."])
+
+
+def _modes(part):
+    return {mode: f for mode, f in part.items() if mode != "summary"}
+
+
+def _real(part):
+    summary = part["summary"]
+    lines = ["", "(a) Real model: SmolLM2-135M-Instruct, real files and queues, unlimited links; "
+             "\"HBM\" is host memory", "", table(_modes(part)), "", *_checks(part)]
+    for mode, mismatches in summary["mismatches"].items():
+        lines += [f"    {mode} against none: {line}" for line in mismatches]
+    return [*lines, f"    {summary['sample']['agent']} says: {summary['sample']['text']!r}"]
+
+
+def _timed(part):
+    summary, emulated = part["summary"], part["summary"]["emulated"]
+    lines = [
+        "", f"(b) Timed run, {summary['nodes']}: {summary['num_agents']} agents, "
+        f"{summary['num_requests']} requests, {summary['hit_bytes'] / 1e9:.2f} GB of hits; "
+        "real bytes, files and queues, sleep in place of arithmetic",
+        f"    EMULATED: SNIC {emulated['snic_bytes_per_s'] / 1e6:.0f} MB/s a node, CNIC "
+        f"{emulated['cnic_bytes_per_s'] / 1e6:.0f} MB/s a direction, "
+        f"{emulated['prefill_s_per_new_token'] * 1e6:.0f} us a new token, "
+        f"{emulated['decode_step_s'] * 1e3:.0f} ms a decode step",
+        f"    ({emulated['why']})",
+        f"    Basic's load/compute ratio: {summary['load_compute_ratio']:.1f}", "",
+        table(_modes(part)), "", *_checks(part)]
+    if "speedup" in summary:
+        busy = f"Basic's SNIC was busy {summary['basic_snic_busy']:.1%} of the time"
+        if summary["void"]:
+            lines.append(f"    VOID: {busy}, under 90 %: storage was not the limit, no speed-up "
+                         "is claimed")
+        else:
+            lines.append(f"    DualPath over Basic: {summary['speedup']:.2f} x (ideal "
+                         f"{summary['ideal_speedup']:.0f}); {busy}")
+    return lines
+
+
+def _checks(part):
+    lines = []
+    for mode, f in _modes(part).items():
+        if "predicted_hit_tokens" in f:
+            agree = "as predicted from the trace" if f["hits_as_predicted"] else \
+                f"NOT the {f['predicted_hit_tokens']:,} predicted from the trace"
+            extra = f", {f['kv_errors']} KV RECORDS WRONG" if f["kv_errors"] else ""
+            extra += f", {f['replans']} plans made again" if f["replans"] else ""
+            extra += f", {f['persist_failures']} blocks NOT stored" if f["persist_failures"] else ""
+            lines.append(f"    {mode}: {f['hit_tokens']:,} hit tokens, {agree}; read by "
+                         f"{f['backend']}{extra}")
+    return lines
+
+
+def table(modes: dict) -> str:
+    """The figures of several modes side by side."""
+    rows = [
+        ("JCT", lambda f: _seconds(f["jct_s"])),
+        ("TTFT mean", lambda f: _seconds(f["ttft_s"])),
+        ("TTST mean", lambda f: _seconds(f["ttst_s"])),
+        ("TPOT mean", lambda f: _seconds(f["tpot_s"])),
+        ("hit / prompt tokens", lambda f: f"{f['hit_tokens']:,} / {f['prompt_tokens']:,}"),
+        ("requests read by PE / DE", lambda f: f"{f['paths']['pe']} / {f['paths']['de']}"),
+        ("SNIC max/avg", lambda f: _number(f["snic_max_over_avg"])),
+        ("doorbells", lambda f: f"{f['doorbells']:,}"),
+        ("work requests", lambda f: f"{f['work_requests']:,}"),
+    ]
+    for name in sorted({n for f in modes.values() for n in f["snics"]}, key=_prefill_first):
+        rows.append((f"SNIC {name} read / written",
+                     lambda f, n=name: _snic(f["snics"].get(n))))
+        rows.append((f"SNIC {name} busy reading", lambda f, n=name: _share(f["snics"].get(n))))
+    for name in sorted({n for f in modes.values() for n in f["nics"]}, key=_prefill_first):
+        rows.append((f"NIC {name} out / in", lambda f, n=name: _port(f["nics"].get(n))))
+    cells = [["", *modes], *([title, *(show(f) for f in modes.values())] for title, show in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = ["  ".join([row[0].ljust(widths[0]),
+                        *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))])
+             for row in cells]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _prefill_first(name):
+    return not name.startswith("pe"), name
+
+
+def _seconds(value):
+    if value is None:
+        return "-"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def _number(value):
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _mb(nbytes):
+    return f"{nbytes / 1e6:,.1f}"
+
+
+def _snic(figure):
+    return f"{_mb(figure['read_bytes'])} / {_mb(figure['write_bytes'])} MB" if figure else "-"
+
+
+def _share(figure):
+    busy = figure and figure["busy_share"]
+    return "-" if busy is None else f"{busy:.0%}"
+
+
+def _port(figure):
+    return f"{_mb(figure['tx_bytes'])} / {_mb(figure['rx_bytes'])} MB" if figure else "-"

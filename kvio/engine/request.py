@@ -1,0 +1,102 @@
+"""Requests as the engines see them, and the agents' sessions they come from."""
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvio.errors import InvalidArgument
+from kvio.layout import BlockLayout
+
+__all__ = ["EngineRequest", "Session", "Turn", "predicted_hit_tokens", "stored_tokens"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of an agent: `append` tokens are added to the context, `num_new_tokens` are
+    generated."""
+
+    append: tuple[int, ...]
+    num_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Session:
+    """An agent: what is stored of it already (`context`), then its turns, one after the other.
+
+    Its blocks are keyed in its own `namespace`: hits count inside a session only.
+    """
+
+    name: str
+    turns: tuple[Turn, ...]
+    context: tuple[int, ...] = ()
+
+    @property
+    def namespace(self) -> bytes:
+        return self.name.encode()
+
+
+@dataclass(eq=False)
+class EngineRequest:
+    """A prompt on its way through the engines, and what became of it.
+
+    Times are monotonic seconds. `hits` and `path` are filled in by the scheduler's route.
+    """
+
+    request_id: int
+    session: str
+    prompt: np.ndarray                      # uint32 token ids
+    num_new_tokens: int
+    keys: np.ndarray                        # KEY_DTYPE, of the prompt's full blocks
+    root: bytes                             # parent of the first block
+    num_hit_tokens: int = 0
+    path: str = ""
+    reason: str = ""
+    arrived_s: float = field(default_factory=time.monotonic)
+    token_times: list = field(default_factory=list)
+    generated: list = field(default_factory=list)
+    margins: list = field(default_factory=list)     # top logit less the second, per token
+    num_replans: int = 0
+
+    def __post_init__(self):
+        if len(self.prompt) == 0 or self.num_new_tokens < 1:
+            raise InvalidArgument("a request needs a prompt and at least one new token")
+
+    def add_token(self, token: int, margin: float) -> None:
+        """A token was generated now."""
+        self.generated.append(int(token))
+        self.margins.append(float(margin))
+        self.token_times.append(time.monotonic())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def finished(self) -> bool:
+        return len(self.generated) >= self.num_new_tokens
+
+
+def stored_tokens(num_prompt_tokens: int, num_new_tokens: int, layout: BlockLayout) -> int:
+    """Tokens that are stored once a request is done: the full blocks of all tokens with KV.
+
+    The last generated token was never fed to the model and has none.
+    """
+    return layout.num_full_blocks(num_prompt_tokens + num_new_tokens - 1) * layout.block_tokens
+
+
+def usable_hits(num_stored_tokens: int, num_prompt_tokens: int, layout: BlockLayout) -> int:
+    """Stored tokens that a prompt can use: whole blocks, one token at least is computed."""
+    most = layout.num_full_blocks(num_prompt_tokens - 1) * layout.block_tokens
+    return min(num_stored_tokens, most)
+
+
+def predicted_hit_tokens(session: Session, layout: BlockLayout) -> list[int]:
+    """Hit tokens of each turn, from the trace alone."""
+    stored = layout.num_full_blocks(len(session.context)) * layout.block_tokens
+    total, hits = len(session.context), []
+    for turn in session.turns:
+        total += len(turn.append)
+        hits.append(usable_hits(stored, total, layout))
+        stored = stored_tokens(total, turn.num_new_tokens, layout)
+        total += turn.num_new_tokens
+    return hits

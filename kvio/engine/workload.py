@@ -1,0 +1,87 @@
+"""Sessions for the engines: the project's own agents as tokens, and a storage-bound trace."""
+import asyncio
+import random
+
+import numpy as np
+
+from kvio.engine.request import Session, Turn, predicted_hit_tokens
+from kvio.layout import BlockLayout, block_keys
+
+__all__ = ["prime_store", "run_sessions", "timed_sessions", "timed_totals"]
+
+
+def timed_sessions(num_agents: int, num_turns: int, vocabulary: int, seed: int = 7,
+                   context_tokens=(3200, 5400), append_tokens=(60, 140),
+                   new_tokens=(12, 20)) -> list[Session]:
+    """Agents that resume: a long context is stored, each turn appends little and generates
+    little, so almost all prompt tokens hit. Drawn once from a fixed seed."""
+    draw = random.Random(seed)
+
+    def tokens(count):
+        return tuple(draw.randrange(vocabulary) for _ in range(count))
+
+    return [Session(f"agent{i}",
+                    tuple(Turn(tokens(draw.randint(*append_tokens)), draw.randint(*new_tokens))
+                          for _ in range(num_turns)),
+                    tokens(draw.randint(*context_tokens)))
+            for i in range(num_agents)]
+
+
+def timed_totals(sessions, layout: BlockLayout) -> dict:
+    """What the trace amounts to: requests, hit and miss tokens, bytes that must be loaded."""
+    hits = misses = requests = 0
+    for session in sessions:
+        total = len(session.context)
+        for turn, hit in zip(session.turns, predicted_hit_tokens(session, layout), strict=True):
+            total += len(turn.append)
+            hits, misses, requests = hits + hit, misses + total - hit, requests + 1
+            total += turn.num_new_tokens
+    return {"num_requests": requests, "hit_tokens": hits, "miss_tokens": misses,
+            "hit_bytes": hits * sum(layout.layer_bytes_per_token)}
+
+
+async def run_sessions(cluster, sessions, progress=None) -> dict:
+    """All agents at once, each one turn after the other; {session name: [EngineRequest]}.
+
+    The context grows by the model's own tokens, so blocks persisted in decode are hit later.
+    """
+    served = {session.name: [] for session in sessions}
+
+    async def agent(session):
+        context = list(session.context)
+        for turn in session.turns:
+            context += turn.append
+            request = await cluster.generate(session.name, context, turn.num_new_tokens)
+            served[session.name].append(request)
+            context += request.generated
+            if progress is not None:
+                progress()
+
+    tasks = [asyncio.ensure_future(agent(session)) for session in sessions]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return served
+
+
+def prime_store(store, sessions, layout, namespace_of, fill, pool) -> int:
+    """Store the contexts that the sessions resume from. `fill(block, tokens, position)` writes a
+    Full Block's KV into a pool view. Returns the number of blocks."""
+    count = 0
+    for session in sessions:
+        tokens = np.asarray(session.context, np.uint32)
+        keys = block_keys(tokens, layout, namespace_of(session))
+        for start in range(0, len(keys), pool.num_blocks):
+            part = keys[start:start + pool.num_blocks]
+            ids = pool.alloc(len(part))
+            for i, block_id in enumerate(ids):
+                position = (start + i) * layout.block_tokens
+                fill(pool.full(block_id), tokens[position:position + layout.block_tokens],
+                     position)
+            store.write(part, pool, ids).wait()
+            pool.free(ids)
+        count += len(keys)
+    return count

@@ -1,0 +1,99 @@
+"""Carries out the moves of a plan for one request, on the rings and NICs it is given."""
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvio.errors import BlocksMissing
+from kvio.layout import READ, WRITE, BlockLayout, LayerDescriptors, Side
+from kvio.loader.plan import NIC_READ, STORAGE_READ, STORAGE_WRITE, Step
+
+__all__ = ["Binding", "Mover", "Place"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request's blocks lie at one place: block i of the request is block `ids[i]` of the
+    side (None: block i itself). `pool` pins them while they are moved, where there is one."""
+
+    side: Side
+    ids: np.ndarray | None = None
+    pool: object = None
+
+
+@dataclass
+class Binding:
+    """What the places of a plan mean for one request. `keys` are its block keys (KEY_DTYPE);
+    `descriptors` is the mover's: what it has built for this request."""
+
+    keys: np.ndarray
+    places: dict = field(default_factory=dict)      # name -> Place
+    descriptors: dict = field(default_factory=dict, repr=False)
+
+
+class Mover:
+    """Storage and NIC steps of one pair of engines.
+
+    `rings` maps "pe" and "de" to the ring of that node's storage NIC; `peers` maps (initiator,
+    other) to the NIC peer of that direction, ("pe", "pe") and ("de", "de") being loop-back. Every
+    move posts one batch: one doorbell, one completion.
+    """
+
+    def __init__(self, layout: BlockLayout, rings: dict, peers: dict, traffic_class=None):
+        self.layout, self.rings, self.peers = layout, rings, peers
+        self._options = {} if traffic_class is None else {"traffic_class": traffic_class}
+
+    async def perform(self, step: Step, binding: Binding) -> None:
+        """Carry out a storage or NIC step; returns once it has drained."""
+        if step.kind == STORAGE_READ:
+            await self._read(step, binding)
+        elif step.kind == STORAGE_WRITE:
+            first, stop = self._blocks(step)
+            place = binding.places[step.source]
+            await self.rings[step.side].write(binding.keys[first:stop], place.pool,
+                                              place.ids[first:stop])
+        else:
+            await self._post(step, binding)
+
+    async def _read(self, step, binding):
+        first, stop = self._blocks(step)
+        place = binding.places[step.target]
+        usable = await self.rings[step.side].read(binding.keys[first:stop], place.pool,
+                                                  place.ids[first:stop])
+        if usable < stop - first:
+            raise BlocksMissing(f"{usable} of {stop - first} matched blocks could be read; the "
+                                "others were removed or are damaged", first + usable)
+
+    async def _post(self, step, binding):
+        source, target = binding.places[step.source], binding.places[step.target]
+        reads = step.kind == NIC_READ
+        peer = self.peers[step.side, (step.source if reads else step.target)[:2]]
+        local, remote = (target, source) if reads else (source, target)
+        descriptors = self._descriptors(step, binding, READ if reads else WRITE, local, remote)
+        post = peer.read if reads else peer.write
+        transfer = post(descriptors, **self._options)
+        for place in (local, remote):
+            if place.pool is not None:
+                ids = self._ids(place, step)
+                place.pool.pin(ids)
+                transfer.when_drained(lambda pool=place.pool, ids=ids: pool.unpin(ids))
+        await transfer
+
+    def _descriptors(self, step, binding, opcode, local, remote):
+        """Built for the first layer of a move, then moved from layer to layer."""
+        key = step.source, step.target, step.tokens
+        built = binding.descriptors.get(key)
+        if built is None:
+            built = binding.descriptors[key] = LayerDescriptors(
+                opcode, self.layout, local.side, self._ids(local, step), remote.side,
+                self._ids(remote, step), step.tokens[1] - step.tokens[0], step.layer)
+        return built.layer(step.layer)
+
+    def _blocks(self, step):
+        tokens = self.layout.block_tokens
+        return step.tokens[0] // tokens, -(-step.tokens[1] // tokens)
+
+    def _ids(self, place, step):
+        first, stop = self._blocks(step)
+        if place.ids is None:
+            return None if first == 0 else np.arange(first, stop, dtype=np.int64)
+        return place.ids[first:stop]
