@@ -41,6 +41,8 @@ class Region:
         except (ValueError, TypeError, BufferError) as wrong:
             raise InvalidArgument(f"a region needs one contiguous, non-empty buffer: {wrong}") \
                 from None
+        if array.nbytes == 0:
+            raise InvalidArgument("the buffer is empty")
         if writable and not array.flags.writeable:
             raise InvalidArgument("the buffer is read-only; pass a writable one")
         self.array, self.owner = array, memory

@@ -6,7 +6,7 @@ from cpython.buffer cimport (PyBUF_C_CONTIGUOUS, PyBUF_SIMPLE, PyBUF_WRITABLE, P
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from core cimport (kvio_block_keys, kvio_blake2b16, kvio_crc32c, kvio_crc32c_portable,
-                   kvio_describe, kvio_key, kvio_reoffset, kvio_side, kvio_wr)
+                   kvio_describe, kvio_key, kvio_reoffset, kvio_sge, kvio_side, kvio_wr)
 
 MAX_LENGTH = 1 << 30        # a merged work request stays below every provider's max_msg_sz
 
@@ -93,3 +93,31 @@ cdef class LayerWrs:
     def move(self, int64_t local_delta, int64_t remote_delta):
         """Add the deltas to every local and remote address."""
         kvio_reoffset(self._wrs, self.num_wrs, local_delta, remote_delta)
+
+
+def struct_fields():
+    """{struct: {field: (offset, nbytes)}} as the C compiler sees them, for the tests."""
+    cdef kvio_wr wr
+    cdef kvio_sge sge
+    cdef char *w = <char *>&wr
+    cdef char *s = <char *>&sge
+    return {
+        "kvio_wr": {
+            "wr_id": (<char *>&wr.wr_id - w, sizeof(wr.wr_id)),
+            "local_addr": (<char *>&wr.local_addr - w, sizeof(wr.local_addr)),
+            "remote_addr": (<char *>&wr.remote_addr - w, sizeof(wr.remote_addr)),
+            "lkey": (<char *>&wr.lkey - w, sizeof(wr.lkey)),
+            "rkey": (<char *>&wr.rkey - w, sizeof(wr.rkey)),
+            "length": (<char *>&wr.length - w, sizeof(wr.length)),
+            "opcode": (<char *>&wr.opcode - w, sizeof(wr.opcode)),
+            "sge_first": (<char *>&wr.sge_first - w, sizeof(wr.sge_first)),
+            "num_sge": (<char *>&wr.num_sge - w, sizeof(wr.num_sge)),
+            "reserved": (<char *>&wr.reserved - w, sizeof(wr.reserved)),
+        },
+        "kvio_sge": {
+            "addr": (<char *>&sge.addr - s, sizeof(sge.addr)),
+            "lkey": (<char *>&sge.lkey - s, sizeof(sge.lkey)),
+            "length": (<char *>&sge.length - s, sizeof(sge.length)),
+            "reserved": (<char *>&sge.reserved - s, sizeof(sge.reserved)),
+        },
+    }

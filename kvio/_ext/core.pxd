@@ -1,5 +1,5 @@
 # The C API of include/kvio, word for word. No logic here.
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 cdef extern from "kvio/block.h" nogil:
     struct kvio_key:
@@ -40,3 +40,223 @@ cdef extern from "kvio/block.h" nogil:
                           const kvio_side *remote, size_t count, uint32_t nbytes,
                           uint32_t tail_nbytes, uint32_t max_length)
     void kvio_reoffset(kvio_wr *wrs, size_t count, int64_t local_delta, int64_t remote_delta)
+
+cdef extern from "kvio/nic.h" nogil:
+    enum:
+        KVIO_NUM_SL
+        KVIO_NUM_VL
+        KVIO_LOCAL_WRITE
+        KVIO_REMOTE_WRITE
+        KVIO_REMOTE_READ
+    struct kvio_nic:
+        pass
+    struct kvio_qp:
+        pass
+    struct kvio_batch:
+        pass
+    struct kvio_fabric:
+        pass
+    struct kvio_nic_ops:
+        const char *name
+    const kvio_nic_ops kvio_soft_ops
+    struct kvio_nic_params:
+        const char *device
+        kvio_fabric *fabric
+        uint64_t bytes_per_s
+        uint32_t mtu
+        uint32_t queue_depth
+        uint32_t max_sge
+    struct kvio_qp_params:
+        uint8_t sl
+        uint8_t tclass
+        uint32_t depth
+    struct kvio_endpoint:
+        uint32_t qpn
+        uint32_t psn
+        uint32_t mtu
+        uint32_t rd_atomic
+        uint16_t lid
+        uint8_t sl
+        uint8_t tclass
+        uint8_t gid[16]
+    struct kvio_qp_info:
+        kvio_endpoint local
+        uint32_t state
+        uint32_t depth
+        uint32_t max_sge
+        uint32_t free
+    struct kvio_post:
+        const kvio_wr *wrs
+        const kvio_sge *sges
+        uint64_t local_offset
+        uint64_t remote_offset
+        uint64_t wr_id
+        uint32_t count
+        uint32_t num_sges
+        uint32_t flags
+        uint32_t opcode
+    struct kvio_counters:
+        uint64_t doorbells
+        uint64_t work_requests
+        uint64_t signalled
+        uint64_t completions
+        uint64_t errors
+        uint64_t tx_packets
+        uint64_t rx_packets
+        uint64_t tx_busy_ns
+        uint64_t rx_busy_ns
+        uint64_t tx_bytes[16]
+        uint64_t rx_bytes[16]
+    struct kvio_batch_info:
+        uint32_t count
+        uint32_t drained
+        uint64_t nbytes
+        uint64_t submitted_ns
+        uint64_t completed_ns
+        const int32_t *status
+        const uint8_t *codes
+    int kvio_nic_open(kvio_nic **out, const kvio_nic_ops *ops, const kvio_nic_params *params)
+    int kvio_nic_close(kvio_nic *nic)
+    int kvio_nic_drain(kvio_nic *nic, int cancel, uint64_t timeout_ns)
+    void kvio_nic_free(kvio_nic *nic)
+    void kvio_nic_counters(kvio_nic *nic, kvio_counters *out)
+    int kvio_nic_in_flight(kvio_nic *nic)
+    int kvio_nic_event_fd(kvio_nic *nic)
+    int kvio_nic_drive(kvio_nic *nic)
+    int kvio_nic_reg(kvio_nic *nic, uint64_t addr, uint64_t nbytes, uint32_t access,
+                     uint64_t *key)
+    int kvio_nic_dereg(kvio_nic *nic, uint64_t key)
+    int kvio_qp_create(kvio_nic *nic, const kvio_qp_params *params, kvio_qp **out)
+    int kvio_qp_connect(kvio_qp *qp, const kvio_endpoint *remote)
+    int kvio_qp_query(kvio_qp *qp, kvio_qp_info *out)
+    int kvio_qp_fail(kvio_qp *qp)
+    int kvio_qp_reset(kvio_qp *qp)
+    int kvio_qp_destroy(kvio_qp *qp)
+    int kvio_batch_post(kvio_qp *qp, const kvio_post *post, kvio_batch **out)
+    int kvio_batch_poll(kvio_batch *batch)
+    int kvio_batch_wait(kvio_batch *batch, uint64_t timeout_ns)
+    int kvio_batch_cancel(kvio_batch *batch)
+    int kvio_batch_event_fd(kvio_batch *batch)
+    void kvio_batch_put(kvio_batch *batch)
+    void kvio_batch_look(kvio_batch *batch, kvio_batch_info *out)
+    const char *kvio_wc_name(uint32_t status)
+    int kvio_wc_errno(uint32_t status)
+    int kvio_fabric_open(kvio_fabric **out, int virtual_clock)
+    void kvio_fabric_put(kvio_fabric *fabric)
+    int kvio_fabric_advance(kvio_fabric *fabric, uint64_t to_ns)
+    uint64_t kvio_fabric_now(kvio_fabric *fabric)
+    int kvio_soft_fault(kvio_nic *nic, uint32_t fault, uint64_t nth, uint64_t value)
+    void kvio_memcpy_loop(const kvio_wr *wrs, size_t count)
+cdef extern from "kvio/ring.h" nogil:
+    enum:
+        KVIO_PAGE
+        KVIO_HEADER_BYTES
+    enum kvio_block_flags:
+        KVIO_BLOCK_INVALIDATE
+        KVIO_BLOCK_SUSPECT
+    struct kvio_block_io:
+        uint64_t addr
+        uint64_t generation
+        uint32_t segment
+        uint32_t slot
+        uint32_t crc
+        uint32_t tokens
+        uint32_t flags
+        int32_t status
+        uint8_t key[16]
+        uint8_t parent[16]
+    void kvio_header_encode(uint8_t *out, const kvio_block_io *block, const uint8_t *uuid,
+                            uint64_t nbytes)
+    int kvio_header_decode(const uint8_t *header, const uint8_t *uuid, uint32_t slot,
+                           uint64_t nbytes, kvio_block_io *out)
+    int64_t kvio_headers_scan(const uint8_t *headers, uint32_t count, const uint8_t *uuid,
+                              uint64_t nbytes, kvio_block_io *out, uint32_t *damaged)
+    struct kvio_page1:
+        uint8_t uuid[16]
+        uint32_t header_pages
+        uint64_t heartbeat
+        uint64_t epoch
+        uint8_t changed[1880]
+        uint8_t changed_before[1880]
+    void kvio_page1_encode(uint8_t *out, const kvio_page1 *page)
+    struct kvio_store:
+        pass
+    struct kvio_store_params:
+        uint64_t block_nbytes
+        uint64_t slot_stride
+        uint64_t payload_offset
+        uint32_t slots
+        uint32_t header_pages
+        uint32_t verify
+        uint32_t durable
+    struct kvio_segment_params:
+        int fd
+        uint32_t own
+        uint8_t uuid[16]
+    int kvio_store_new(kvio_store **out, const kvio_store_params *params)
+    int kvio_store_add_segment(kvio_store *store, const kvio_segment_params *params)
+    int kvio_allocate(int fd, uint64_t offset, uint64_t nbytes)
+    void kvio_store_stop(kvio_store *store)
+    uint64_t kvio_store_page1_writes(const kvio_store *store)
+    void kvio_store_free(kvio_store *store)
+    struct kvio_ring:
+        pass
+    enum kvio_backend:
+        KVIO_BACKEND_URING
+        KVIO_BACKEND_THREADS
+    struct kvio_ring_params:
+        uint32_t backend
+        uint32_t queue_depth
+        uint32_t io_bytes
+        uint32_t reserved
+        uint64_t read_bytes_per_s
+        uint64_t write_bytes_per_s
+        uint64_t window_ns
+    struct kvio_ring_stats:
+        uint64_t read_bytes, write_bytes
+        uint64_t read_blocks, write_blocks
+        uint64_t read_busy_ns, write_busy_ns
+        uint64_t batches_submitted, batches_completed
+        uint64_t failed_blocks, checks_failed, cancelled_blocks
+        uint64_t ios, short_ios, retries
+        uint64_t header_writes, syncs
+        uint64_t fixed_ios, registered_bytes
+        uint64_t register_errno
+        uint64_t setup_flags
+    struct kvio_fault:
+        uint32_t op_mask
+        uint32_t skip
+        uint32_t count
+        int32_t result
+        uint64_t from_offset
+        uint64_t to_offset
+    int kvio_backend_probe(uint32_t backend)
+    int kvio_ring_open(kvio_ring **out, kvio_store *store, const kvio_ring_params *params)
+    void kvio_ring_close(kvio_ring *ring)
+    void kvio_ring_read_queue(const kvio_ring *ring, uint64_t *nbytes, uint64_t *tokens)
+    uint64_t kvio_ring_in_flight(const kvio_ring *ring)
+    void kvio_ring_get_stats(kvio_ring *ring, kvio_ring_stats *out)
+    int64_t kvio_ring_windows(kvio_ring *ring, int write, uint64_t *out, int64_t count,
+                              uint64_t *first)
+    int kvio_ring_forget(kvio_ring *ring, uint64_t region)
+    int kvio_ring_fault(kvio_ring *ring, const kvio_fault *fault)
+    void kvio_ring_pause(kvio_ring *ring, int paused)
+    struct kvio_ring_batch:
+        pass
+    struct kvio_ring_batch_params:
+        uint32_t write
+        uint32_t count
+        uint64_t region
+        uint64_t region_addr
+        uint64_t region_nbytes
+        const kvio_block_io *blocks
+    int kvio_ring_batch_submit(kvio_ring_batch **out, kvio_ring *ring, const kvio_ring_batch_params *params)
+    int kvio_ring_batch_done(kvio_ring_batch *batch)
+    int kvio_ring_batch_wait(kvio_ring_batch *batch, int64_t timeout_ns)
+    int kvio_ring_batch_fd(kvio_ring_batch *batch)
+    void kvio_ring_batch_cancel(kvio_ring_batch *batch, kvio_ring *ring)
+    const int32_t *kvio_ring_batch_status(const kvio_ring_batch *batch)
+    const kvio_block_io *kvio_ring_batch_blocks(const kvio_ring_batch *batch)
+    void kvio_ring_batch_times(kvio_ring_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
+                          int64_t *completed_ns)
+    void kvio_ring_batch_put(kvio_ring_batch *batch)

@@ -18,7 +18,7 @@ from kvio.layout import BlockLayout, block_keys, root_key
 from kvio.loader import Mover
 from kvio.scheduler import DE, PE, EngineReport, Request, Scheduler
 from kvio.storage import BlockStore
-from kvio.transfer import COLLECTIVE, KV, Nic
+from kvio.transfer import COLLECTIVE, KV, Fabric, Nic
 
 __all__ = ["Cluster", "ClusterConfig", "MODES"]
 
@@ -62,7 +62,7 @@ class Cluster:
                                    "shorter_queue" if mode == "dualpath" else "pe")
         self.prefill, self.decode, self._movers = [], [], {}
         self._waiting, self._ids = {}, 0            # request_id -> (request, future)
-        self._fabric_name = f"kvio-cluster-{id(self):x}"
+        self._fabric = Fabric()
 
     async def __aenter__(self):
         config = self.config
@@ -86,7 +86,7 @@ class Cluster:
         ring = self.store.open_ring(read_bytes_per_s=config.snic_bytes_per_s,
                                     write_bytes_per_s=config.snic_bytes_per_s,
                                     name=name) if self.store else None
-        nic = Nic.open("soft", name=name, fabric=self._fabric_name,
+        nic = Nic.open("soft", name=name, fabric=self._fabric,
                        bytes_per_s=config.cnic_bytes_per_s)
         nic.listen(name)
         return self.layout, ring, nic

@@ -40,7 +40,6 @@ class _ModelPrefill:
 @dataclass
 class _ModelDecode:
     caches: list
-    num_tokens: int = 0
 
 
 class ModelCompute:
@@ -85,12 +84,13 @@ class ModelCompute:
 
     async def first_token(self, state):
         """(token, margin): the greedy token after the prompt."""
-        return await self._run(self._argmax, state.hidden[-1:], len(state.tokens) - 1)
+        return (await self._run(self._greedy, state.hidden[-1:], [len(state.tokens) - 1]))[0]
 
-    def _argmax(self, hidden, position):
-        logits = self.model.logits(hidden, position)[0]
-        second, first = np.partition(logits, -2)[-2:]
-        return int(np.argmax(logits)), float(first - second)
+    def _greedy(self, hidden, positions):
+        logits = self.model.logits(hidden, positions)
+        top = np.partition(logits, -2, axis=1)[:, -2:]
+        return [(int(token), float(second_first[1] - second_first[0]))
+                for token, second_first in zip(logits.argmax(axis=1), top, strict=True)]
 
     async def begin_decode(self, sequence) -> None:
         """Make the working caches of a sequence from the bytes in its HBM blocks."""
@@ -106,15 +106,18 @@ class ModelCompute:
 
     async def decode_step(self, sequences) -> list:
         """One token for each sequence: [(token, margin)]. New KV is written to HBM."""
-        return await self._run(lambda: [self._decode_one(s) for s in sequences])
+        return await self._run(self._decode_step, sequences)
 
-    def _decode_one(self, sequence):
-        position, token = sequence.num_tokens, sequence.request.generated[-1]
-        hidden = self.model.embed(np.array([token], np.uint32))
+    def _decode_step(self, sequences):
+        positions = [sequence.num_tokens for sequence in sequences]
+        tokens = [sequence.request.generated[-1] for sequence in sequences]
+        hidden = self.model.embed(np.array(tokens, np.uint32))
         for layer in range(self.layout.num_layers):
-            hidden, new = self.model.layer(layer, hidden, position, sequence.state.caches[layer])
-            self.model.pack(new, sequence.kv_row(layer, position))
-        return self._argmax(hidden, position)
+            caches = [sequence.state.caches[layer] for sequence in sequences]
+            hidden, new = self.model.decode(layer, hidden, positions, caches)
+            for i, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+                self.model.pack(new[i:i + 1], sequence.kv_row(layer, position))
+        return self._greedy(hidden, positions)
 
 
 @dataclass

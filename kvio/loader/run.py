@@ -27,8 +27,9 @@ async def run_plan(steps, perform) -> None:
         while running:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             finished = sorted((running.pop(task).index, task) for task in done)
-            for _, task in finished:
-                task.result()                       # the first error, in the plan's order
+            failures = [task for _, task in finished if task.cancelled() or task.exception()]
+            if failures:
+                failures[0].result()                # raises the first, in the plan's order
             for index, _ in finished:
                 for other in unlocks[index]:
                     waiting[other] -= 1

@@ -1,0 +1,273 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef KVIO_NIC_H
+#define KVIO_NIC_H
+/*
+ * NICs: registered memory, queue pairs, batches, completions; one table of operations for every
+ * provider. Every int result is >= 0, or -errno. Nothing here calls into Python.
+ *
+ *   region    memory a NIC may touch, under a key of kvio's own
+ *   qp        queue pair: one connection in one traffic class (its sl and tclass)
+ *   post      hands work requests to a queue pair and rings its doorbell once
+ *   batch     one transfer: work requests, a status for each, one completion for all
+ *   domain    what shares one lock: the NICs of one soft fabric, or one verbs NIC
+ */
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kvio/block.h"
+
+#define KVIO_NUM_SL 16
+#define KVIO_NUM_VL 4		/* soft NICs: vl = sl mod 4 */
+#define KVIO_MAX_SGE 64
+#define KVIO_NEVER UINT64_MAX	/* a time that does not come */
+
+enum kvio_access {
+	KVIO_LOCAL_WRITE = 1,
+	KVIO_REMOTE_WRITE = 2,	/* the values of enum ibv_access_flags */
+	KVIO_REMOTE_READ = 4,
+};
+
+/* Work completion status: the values of enum ibv_wc_status; CANCELED is ours. */
+enum kvio_wc_status {
+	KVIO_WC_SUCCESS = 0,
+	KVIO_WC_LOC_LEN_ERR = 1,
+	KVIO_WC_LOC_QP_OP_ERR = 2,
+	KVIO_WC_LOC_PROT_ERR = 4,
+	KVIO_WC_WR_FLUSH_ERR = 5,
+	KVIO_WC_REM_INV_REQ_ERR = 9,
+	KVIO_WC_REM_ACCESS_ERR = 10,
+	KVIO_WC_REM_OP_ERR = 11,
+	KVIO_WC_RETRY_EXC_ERR = 12,
+	KVIO_WC_GENERAL_ERR = 21,
+	KVIO_WC_CANCELED = 64,
+};
+
+enum kvio_qp_state { KVIO_QP_RESET, KVIO_QP_READY, KVIO_QP_ERROR };
+
+struct kvio_nic;
+struct kvio_qp;
+struct kvio_batch;
+struct kvio_fabric;
+struct kvio_nic_ops;
+
+/* The NICs that share a lock. Whoever drives one drives all of them. */
+struct kvio_domain {
+	pthread_mutex_t lock;
+	pthread_cond_t moved;		/* a batch drained, or a virtual clock advanced */
+	struct kvio_nic *nics;
+	bool has_event_fd;		/* somebody sleeps on it: keep it armed */
+};
+
+struct kvio_nic_params {
+	const char *device;		/* verbs: HCA and port; cuda: ordinal; soft: unused */
+	struct kvio_fabric *fabric;	/* soft: the network this NIC is plugged into */
+	uint64_t bytes_per_s;		/* soft: link rate each way; 0 = as fast as memory */
+	uint32_t mtu;
+	uint32_t queue_depth;		/* work requests per queue pair */
+	uint32_t max_sge;
+};
+
+/*
+ * Registered memory. `key` is kvio's own, for both ends: an index in the low 24 bits, above it a
+ * generation that is never repeated, so a stale key is refused and never means another region.
+ * The provider keeps its lkey and rkey (of each rail and slice) behind `provider`.
+ */
+struct kvio_region {
+	uint64_t addr;
+	uint64_t nbytes;
+	uint64_t key;
+	uint32_t access;
+	uint32_t holds;			/* batches in flight that name it, from either end */
+	void *provider;
+};
+
+struct kvio_qp_params {
+	uint8_t sl;			/* 0..15 */
+	uint8_t tclass;			/* GRH traffic class / IP ToS byte */
+	uint32_t depth;			/* 0: the NIC's queue_depth */
+};
+
+/* What a handshake carries from one end to the other. */
+struct kvio_endpoint {
+	uint32_t qpn;
+	uint32_t psn;
+	uint32_t mtu;
+	uint32_t rd_atomic;
+	uint16_t lid;
+	uint8_t sl;
+	uint8_t tclass;
+	uint8_t gid[16];
+};
+
+/* Read back from the device, not remembered. */
+struct kvio_qp_info {
+	struct kvio_endpoint local;
+	uint32_t state;			/* enum kvio_qp_state */
+	uint32_t depth;
+	uint32_t max_sge;
+	uint32_t free;			/* work requests that a post would take now */
+};
+
+enum kvio_post_flags {
+	KVIO_POST_SIGNAL_ALL = 1,	/* a completion for each, not only for the last */
+	KVIO_POST_FEED = 2,		/* in answer to a completion: its time is the doorbell's */
+};
+
+/*
+ * One post: one doorbell. The descriptors are copied; offsets are added to their addresses while
+ * copying, so one set of descriptors serves every layer. Work request i completes as wr_id + i.
+ * Only the last one is signalled; failed ones are always reported.
+ */
+struct kvio_post {
+	const struct kvio_wr *wrs;
+	const struct kvio_sge *sges;
+	uint64_t local_offset;
+	uint64_t remote_offset;
+	uint64_t wr_id;
+	uint32_t count;
+	uint32_t num_sges;
+	uint32_t flags;			/* enum kvio_post_flags */
+	uint32_t opcode;		/* 0, or what every work request must be */
+};
+
+struct kvio_wc {
+	uint64_t wr_id;
+	uint64_t time_ns;		/* when it became visible */
+	uint32_t status;		/* enum kvio_wc_status */
+	uint32_t reserved;
+};
+
+/* Bytes and packets are counted where packets are copied. */
+struct kvio_counters {
+	uint64_t doorbells;
+	uint64_t work_requests;
+	uint64_t signalled;		/* completions that were asked for */
+	uint64_t completions;		/* all, with those of failures */
+	uint64_t errors;		/* work requests that failed, flushes and cancels included */
+	uint64_t tx_packets;
+	uint64_t rx_packets;
+	uint64_t tx_busy_ns;
+	uint64_t rx_busy_ns;
+	uint64_t tx_bytes[KVIO_NUM_SL];
+	uint64_t rx_bytes[KVIO_NUM_SL];
+};
+
+/*
+ * A provider. All are called with the domain's lock held, except open and close.
+ * Device addresses, dma-buf exports, completion channels: the provider's business.
+ */
+struct kvio_nic_ops {
+	const char *name;
+	int (*open)(struct kvio_nic **out, const struct kvio_nic_params *params);
+	/* Frees everything. Queue pairs and regions are gone by then. */
+	void (*close)(struct kvio_nic *nic);
+	int (*reg)(struct kvio_nic *nic, struct kvio_region *region);
+	int (*dereg)(struct kvio_nic *nic, struct kvio_region *region);
+	int (*qp_create)(struct kvio_nic *nic, const struct kvio_qp_params *params,
+			 struct kvio_qp **out);
+	int (*qp_connect)(struct kvio_qp *qp, const struct kvio_endpoint *remote);
+	int (*qp_query)(struct kvio_qp *qp, struct kvio_qp_info *out);
+	/* To the error state: what is queued flushes. */
+	int (*qp_fail)(struct kvio_qp *qp);
+	/* Out of the error state, to be connected again. -EBUSY while something is queued. */
+	int (*qp_reset)(struct kvio_qp *qp);
+	void (*qp_destroy)(struct kvio_qp *qp);
+	/* Number posted: short when the queue is full. */
+	int (*post)(struct kvio_qp *qp, const struct kvio_post *post);
+	/* Give up those of wr_id .. wr_id + count that have not started: KVIO_WC_CANCELED. */
+	int (*cancel)(struct kvio_qp *qp, uint64_t wr_id, uint32_t count);
+	/* Let time pass in the domain, at most to now_ns. 1: completions are there, call again;
+	 * 2: a bounded share of the copying is done, call again; 0: nothing left to do. */
+	int (*drive)(struct kvio_nic *nic, uint64_t now_ns);
+	int (*poll)(struct kvio_nic *nic, struct kvio_wc *wc, uint32_t count);
+	uint64_t (*clock)(struct kvio_nic *nic);
+	/* Sleep, the lock released, until something may have happened; at most timeout_ns. */
+	int (*sleep)(struct kvio_nic *nic, uint64_t timeout_ns);
+	/* An fd that is readable when driving would complete something; arm: from now on. */
+	int (*event_fd)(struct kvio_nic *nic);
+	int (*arm)(struct kvio_nic *nic);
+	void (*counters)(struct kvio_nic *nic, struct kvio_counters *out);
+};
+
+extern const struct kvio_nic_ops kvio_soft_ops;
+
+/* ---- what users of a NIC call; these take the domain's lock ---- */
+
+int kvio_nic_open(struct kvio_nic **out, const struct kvio_nic_ops *ops,
+		  const struct kvio_nic_params *params);
+/* -EBUSY while a batch is in flight or a region is in use. Queue pairs and regions are gone
+ * afterwards; drained batches may still be looked at until kvio_nic_free. */
+int kvio_nic_close(struct kvio_nic *nic);
+/* Until nothing is in flight, at most timeout_ns; `cancel` gives up what has not started.
+ * How many batches are left. */
+int kvio_nic_drain(struct kvio_nic *nic, int cancel, uint64_t timeout_ns);
+/* For destructors: gives up what is in flight, cannot fail. NULL is fine. */
+void kvio_nic_free(struct kvio_nic *nic);
+void kvio_nic_counters(struct kvio_nic *nic, struct kvio_counters *out);
+uint64_t kvio_nic_clock(struct kvio_nic *nic);
+int kvio_nic_in_flight(struct kvio_nic *nic);
+int kvio_nic_event_fd(struct kvio_nic *nic);
+/* Complete what can be completed now, on all NICs of the domain. */
+int kvio_nic_drive(struct kvio_nic *nic);
+
+int kvio_nic_reg(struct kvio_nic *nic, uint64_t addr, uint64_t nbytes, uint32_t access,
+		 uint64_t *key);
+int kvio_nic_dereg(struct kvio_nic *nic, uint64_t key);	/* -EBUSY in flight, -ENOENT unknown */
+
+int kvio_qp_create(struct kvio_nic *nic, const struct kvio_qp_params *params,
+		   struct kvio_qp **out);
+int kvio_qp_connect(struct kvio_qp *qp, const struct kvio_endpoint *remote);
+int kvio_qp_query(struct kvio_qp *qp, struct kvio_qp_info *out);
+int kvio_qp_fail(struct kvio_qp *qp);
+int kvio_qp_reset(struct kvio_qp *qp);
+int kvio_qp_destroy(struct kvio_qp *qp);		/* -EBUSY in flight */
+
+/*
+ * Submit a batch. What does not fit into the queue is copied and follows by itself, with further
+ * doorbells. -EINVAL for malformed scatter-gather lists or another opcode than post->opcode;
+ * then nothing was posted. Unknown keys and bad bounds are completions, not errors of this call.
+ */
+int kvio_batch_post(struct kvio_qp *qp, const struct kvio_post *post, struct kvio_batch **out);
+int kvio_batch_poll(struct kvio_batch *batch);		/* drives; 1 once drained */
+/* Drives or sleeps, at most timeout_ns; 1 once drained, 0 otherwise. */
+int kvio_batch_wait(struct kvio_batch *batch, uint64_t timeout_ns);
+int kvio_batch_cancel(struct kvio_batch *batch);	/* then wait */
+int kvio_batch_event_fd(struct kvio_batch *batch);	/* readable once drained */
+void kvio_batch_put(struct kvio_batch *batch);		/* the caller lets go; it drains anyway */
+
+struct kvio_batch_info {
+	uint32_t count;
+	uint32_t drained;
+	uint64_t nbytes;
+	uint64_t submitted_ns;
+	uint64_t completed_ns;
+	const int32_t *status;		/* 0, -EINPROGRESS or -errno for each */
+	const uint8_t *codes;		/* enum kvio_wc_status of those that failed */
+};
+void kvio_batch_look(struct kvio_batch *batch, struct kvio_batch_info *out);
+
+const char *kvio_wc_name(uint32_t status);
+int kvio_wc_errno(uint32_t status);			/* as -errno */
+
+/* ---- the soft provider's network and clock ---- */
+
+/* virtual_clock: time stands at 0 and moves by kvio_fabric_advance; else CLOCK_MONOTONIC. */
+int kvio_fabric_open(struct kvio_fabric **out, int virtual_clock);
+void kvio_fabric_put(struct kvio_fabric *fabric);	/* freed with its last NIC */
+int kvio_fabric_advance(struct kvio_fabric *fabric, uint64_t to_ns);
+uint64_t kvio_fabric_now(struct kvio_fabric *fabric);
+
+/* Faults to inject, for tests. */
+enum kvio_soft_fault {
+	KVIO_FAULT_DROP = 1,		/* the nth packet from now that leaves this NIC is lost */
+	KVIO_FAULT_DELAY = 2,		/* completions of this NIC become visible value ns later */
+	KVIO_FAULT_STATUS = 3,		/* the nth work request from now completes with value */
+};
+int kvio_soft_fault(struct kvio_nic *nic, uint32_t fault, uint64_t nth, uint64_t value);
+
+/* The floor for benchmarks: one memcpy per work request, remote to local, nothing checked. */
+void kvio_memcpy_loop(const struct kvio_wr *wrs, size_t count);
+
+#endif

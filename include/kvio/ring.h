@@ -1,0 +1,181 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef KVIO_RING_H
+#define KVIO_RING_H
+/*
+ * Rings: batches of blocks between pool memory and the segment files of a store.
+ *
+ * A ring is a C thread that owns one queue of the device (io_uring, or `threads` workers that
+ * block in preadv and pwritev). It plans, paces, submits, checks and completes on its own: a
+ * batch finishes though its submitter sleeps or has exited. The order of a write (invalidate,
+ * payload, header, each complete before the next) is kept here and nowhere else.
+ *
+ * Every int result is >= 0, or -errno. Nothing here calls into Python.
+ * The bytes on disk are those of docs/format.md.
+ */
+#include <stddef.h>
+#include <stdint.h>
+
+#define KVIO_PAGE 4096u
+#define KVIO_UUID_BYTES 16
+#define KVIO_HEADER_BYTES 128u
+#define KVIO_HEADERS_PER_PAGE 32u
+#define KVIO_FIRST_HEADER_PAGE 2u
+#define KVIO_MAX_HEADER_PAGES 15000u
+#define KVIO_BITMAP_BYTES 1880u
+
+enum kvio_block_flags {
+	KVIO_BLOCK_INVALIDATE = 1,	/* write: the slot was valid once, or may have been */
+	KVIO_BLOCK_SUSPECT = 2,		/* out: failed after its header may have been written */
+};
+
+/* One block of a batch, 72 bytes. A write fills in crc and generation. */
+struct kvio_block_io {
+	uint64_t addr;			/* of slot_stride bytes inside the batch's region */
+	uint64_t generation;
+	uint32_t segment;		/* index from kvio_store_add_segment() */
+	uint32_t slot;
+	uint32_t crc;			/* CRC-32C of the payload's block_nbytes */
+	uint32_t tokens;
+	uint32_t flags;			/* enum kvio_block_flags */
+	int32_t  status;		/* in: -EINPROGRESS: do it; anything else is final */
+	uint8_t  key[16];
+	uint8_t  parent[16];
+};
+
+/* ---- format: what a script that reads docs/format.md would compute as well ---- */
+
+void kvio_header_encode(uint8_t *out, const struct kvio_block_io *block, const uint8_t *uuid,
+			uint64_t nbytes);
+/* 1: a valid header of this slot, copied to `out`; 0: empty (zeros); -EBADMSG: anything else. */
+int kvio_header_decode(const uint8_t *header, const uint8_t *uuid, uint32_t slot,
+		       uint64_t nbytes, struct kvio_block_io *out);
+/* Decodes `count` headers from slot 0 on; returns how many are valid (written to `out`). */
+int64_t kvio_headers_scan(const uint8_t *headers, uint32_t count, const uint8_t *uuid,
+			  uint64_t nbytes, struct kvio_block_io *out, uint32_t *damaged);
+
+struct kvio_page1 {
+	uint8_t uuid[KVIO_UUID_BYTES];	/* of the segment */
+	uint32_t header_pages;
+	uint64_t heartbeat;
+	uint64_t epoch;
+	uint8_t changed[KVIO_BITMAP_BYTES];		/* in this epoch */
+	uint8_t changed_before[KVIO_BITMAP_BYTES];	/* in the previous one */
+};
+void kvio_page1_encode(uint8_t *out, const struct kvio_page1 *page);
+
+/* ---- store: the open files, and the keeper thread that rewrites page 1 ---- */
+
+struct kvio_store;
+struct kvio_store_params {
+	uint64_t block_nbytes;
+	uint64_t slot_stride;
+	uint64_t payload_offset;
+	uint32_t slots;
+	uint32_t header_pages;
+	uint32_t verify;		/* 1: payload CRC on read; 0: header again after it */
+	uint32_t durable;		/* 1: fdatasync between the steps of a write */
+};
+struct kvio_segment_params {
+	int fd;				/* the store closes it */
+	uint32_t own;			/* created by this store: writes go there */
+	uint8_t uuid[KVIO_UUID_BYTES];
+};
+int kvio_store_new(struct kvio_store **out, const struct kvio_store_params *params);
+/* Returns the segment's index. */
+int kvio_store_add_segment(struct kvio_store *store, const struct kvio_segment_params *params);
+/* Reserves disk space; -EOPNOTSUPP, -ENOSPC, -EFBIG as the file system says. */
+int kvio_allocate(int fd, uint64_t offset, uint64_t nbytes);
+/* Stops the keeper after a last page 1 and closes all files. No ring may be open. */
+void kvio_store_stop(struct kvio_store *store);
+uint64_t kvio_store_page1_writes(const struct kvio_store *store);
+/* Stops; NULL is fine. In a forked child it only lets go of memory. */
+void kvio_store_free(struct kvio_store *store);
+
+/* ---- rings ---- */
+
+struct kvio_ring;
+enum kvio_backend { KVIO_BACKEND_URING = 1, KVIO_BACKEND_THREADS = 2 };
+struct kvio_ring_params {
+	uint32_t backend;		/* enum kvio_backend */
+	uint32_t queue_depth;		/* device operations in flight */
+	uint32_t io_bytes;		/* a larger block is split, neighbours merge up to this */
+	uint32_t reserved;
+	uint64_t read_bytes_per_s;	/* emulated SNIC bandwidth; 0: as fast as the device */
+	uint64_t write_bytes_per_s;
+	uint64_t window_ns;		/* of kvio_ring_windows() */
+};
+struct kvio_ring_stats {
+	uint64_t read_bytes, write_bytes;		/* payload of completed blocks */
+	uint64_t read_blocks, write_blocks;
+	uint64_t read_busy_ns, write_busy_ns;		/* the link's (virtual where paced) */
+	uint64_t batches_submitted, batches_completed;
+	uint64_t failed_blocks, checks_failed, cancelled_blocks;
+	uint64_t ios, short_ios, retries;		/* device operations */
+	uint64_t header_writes, syncs;
+	uint64_t fixed_ios, registered_bytes;		/* through registered buffers */
+	uint64_t register_errno;			/* why some region is not registered */
+	uint64_t setup_flags;				/* IORING_SETUP_* in force */
+};
+/* What the tests inject: the next `count` matching operations after `skip` get `result`. */
+struct kvio_fault {
+	uint32_t op_mask;		/* 1 read, 2 write, 4 sync, 8 register */
+	uint32_t skip;
+	uint32_t count;
+	int32_t  result;		/* -errno; or > 0: move at most so many bytes */
+	uint64_t from_offset;		/* file offsets that match */
+	uint64_t to_offset;
+};
+
+/* 0 if the back end runs on this machine, else why not. */
+int kvio_backend_probe(uint32_t backend);
+int kvio_ring_open(struct kvio_ring **out, struct kvio_store *store,
+		   const struct kvio_ring_params *params);
+/* Cancels what has not started, drains the rest, stops the threads; NULL is fine. */
+void kvio_ring_close(struct kvio_ring *ring);
+/* What is outstanding: the reading queue that schedulers look at. */
+void kvio_ring_read_queue(const struct kvio_ring *ring, uint64_t *nbytes, uint64_t *tokens);
+uint64_t kvio_ring_in_flight(const struct kvio_ring *ring);
+void kvio_ring_get_stats(struct kvio_ring *ring, struct kvio_ring_stats *out);
+/*
+ * Payload bytes completed per window of window_ns; windows are aligned to multiples of window_ns
+ * of CLOCK_MONOTONIC, so those of two rings line up. Returns how many there are (at most `count`
+ * are copied); *first is the number of the first one.
+ */
+int64_t kvio_ring_windows(struct kvio_ring *ring, int write, uint64_t *out, int64_t count,
+			  uint64_t *first);
+/* The memory of a region is gone: give up its registration. */
+int kvio_ring_forget(struct kvio_ring *ring, uint64_t region);
+/* For tests. */
+int kvio_ring_fault(struct kvio_ring *ring, const struct kvio_fault *fault);
+void kvio_ring_pause(struct kvio_ring *ring, int paused);
+
+/* ---- batches ---- */
+
+struct kvio_ring_batch;
+struct kvio_ring_batch_params {
+	uint32_t write;			/* 0: read */
+	uint32_t count;
+	uint64_t region;		/* number of the region, never reused; 0: do not register */
+	uint64_t region_addr;
+	uint64_t region_nbytes;
+	const struct kvio_block_io *blocks;	/* copied */
+};
+/* Submits; the ring completes it on its own. The caller owns one reference. */
+int kvio_ring_batch_submit(struct kvio_ring_batch **out, struct kvio_ring *ring,
+		      const struct kvio_ring_batch_params *params);
+int kvio_ring_batch_done(struct kvio_ring_batch *batch);
+/* 1 when drained, 0 after timeout_ns. */
+int kvio_ring_batch_wait(struct kvio_ring_batch *batch, int64_t timeout_ns);
+/* An eventfd that becomes readable when the batch has drained; made on the first call. */
+int kvio_ring_batch_fd(struct kvio_ring_batch *batch);
+/* What has not started gets -ECANCELED. Returns at once: wait for the rest. */
+void kvio_ring_batch_cancel(struct kvio_ring_batch *batch, struct kvio_ring *ring);
+const int32_t *kvio_ring_batch_status(const struct kvio_ring_batch *batch);
+const struct kvio_block_io *kvio_ring_batch_blocks(const struct kvio_ring_batch *batch);
+void kvio_ring_batch_times(struct kvio_ring_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
+		      int64_t *completed_ns);
+void kvio_ring_batch_put(struct kvio_ring_batch *batch);	/* NULL is fine */
+
+_Static_assert(sizeof(struct kvio_block_io) == 72, "the numpy dtype says 72");
+
+#endif

@@ -1,0 +1,250 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef KVIO_RING_INTERNAL_H
+#define KVIO_RING_INTERNAL_H
+/*
+ * What the ring's files share. Who may touch what:
+ *   - struct run, struct io, header images, queues: the ring's own thread alone, no lock;
+ *   - inbox, faults, counters, windows: ring->lock;
+ *   - page 1 of a segment: segment->lock;
+ *   - a batch's end: batch->lock.
+ * A segment is written by one ring at a time (kvio/storage/segment.py hands them out).
+ */
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/types.h>
+#include <time.h>
+
+#include "kvio/block.h"
+#include "kvio/ring.h"
+
+#define MAX_SEGMENTS 65536u
+#define MAX_FAULTS 8
+#define MAX_REGIONS 64
+#define MAX_SLICES 1024
+#define SLICE_BYTES (1ull << 30)	/* a larger registered buffer gives EFAULT */
+
+enum io_op { IO_READ = 1, IO_WRITE = 2, IO_SYNC = 4, IO_REGISTER = 8 };
+enum { READ, WRITE, DIRECTIONS };
+
+struct run;
+
+/* Runs that wait for one device operation (a header page or an fdatasync) and share it. */
+struct commit {
+	struct run *waiting;	/* go with the next one */
+	struct run *flying;	/* go with the one in flight */
+	bool in_flight;
+};
+
+struct kvio_segment {
+	int fd;
+	uint32_t index;
+	bool own;
+	uint8_t uuid[KVIO_UUID_BYTES];
+	/* The owner ring's thread. */
+	uint64_t generation;
+	uint8_t *headers;	/* image of the header pages */
+	struct commit *pages;	/* one per header page: at most one write in flight each */
+	struct commit sync;
+	/* Page 1. */
+	pthread_mutex_t lock;
+	bool dirty;
+	int64_t epoch_began_ns;
+	struct kvio_page1 page1;
+};
+
+struct kvio_store {
+	struct kvio_store_params params;
+	pid_t pid;
+	_Atomic(struct kvio_segment *) *segments;
+	_Atomic uint32_t num_segments;
+	_Atomic uint64_t page1_writes;
+	pthread_mutex_t lock;		/* adding segments; the keeper's sleep */
+	pthread_cond_t wake;
+	pthread_t keeper;
+	bool dirty, stop, running;
+};
+
+struct kvio_ring_batch {
+	struct kvio_ring_batch *next;	/* in the inbox */
+	atomic_int refs;
+	atomic_bool cancelled, done;
+	bool write;
+	uint32_t count, remaining;
+	uint64_t region, region_addr, region_nbytes;
+	uint64_t nbytes, tokens;
+	int64_t submitted_ns, completed_ns;
+	int32_t *status;
+	struct kvio_block_io *blocks;
+	pthread_mutex_t lock;
+	pthread_cond_t drained;
+	int event_fd;
+};
+
+enum step { STEP_NEW, STEP_INVALIDATE, STEP_INVALIDATE_SYNC, STEP_PAYLOAD, STEP_PAYLOAD_SYNC,
+	    STEP_HEADER, STEP_HEADER_SYNC, STEP_CHECK, STEP_DONE };
+
+/* Blocks of a batch that are adjacent in the file and in memory: the unit of merging, pacing. */
+struct run {
+	struct run *next;
+	struct kvio_ring_batch *batch;
+	struct kvio_segment *segment;
+	uint32_t first, count;		/* elements of the batch */
+	enum step step;
+	uint8_t direction;
+	uint8_t rereads;
+	int16_t buffer;			/* registered slice, or -1 */
+	uint32_t pending;		/* device operations in flight */
+	int32_t error;
+	int64_t start_ns, end_ns;	/* on the paced link */
+	int64_t busy_ns;
+	uint8_t *page;			/* header page read after the payload (verify=never) */
+};
+
+/* One device operation. */
+struct io {
+	struct io *next;
+	struct run *run;		/* whom to tell, or NULL: a commit */
+	struct commit *commit;
+	struct kvio_segment *segment;
+	uint8_t *addr;
+	uint64_t offset;
+	uint32_t nbytes, done;
+	uint32_t limit;			/* at most so many bytes this time */
+	uint32_t stalls;		/* results in a row that moved nothing */
+	int32_t res;
+	int16_t buffer;
+	uint8_t op;
+};
+
+struct io_list { struct io *head, *tail; };
+struct run_list { struct run *head, *tail; };
+
+struct region {
+	uint64_t id, addr, nbytes, slice_bytes;
+	int first, count;		/* slices of the table; count 0: plain buffers */
+};
+
+struct backend {
+	int (*prepare)(struct kvio_ring *ring);	/* what wake needs, before the thread runs */
+	void (*discard)(struct kvio_ring *ring);	/* and after it has ended */
+	int (*open)(struct kvio_ring *ring);	/* this and all below but wake: in the thread */
+	void (*close)(struct kvio_ring *ring);
+	void (*start)(struct kvio_ring *ring, struct io *io);
+	/* Submits, then sleeps until a completion, a wake or the timeout (< 0: none). */
+	void (*wait)(struct kvio_ring *ring, int64_t timeout_ns);
+	void (*wake)(struct kvio_ring *ring);
+	int (*add_slices)(struct kvio_ring *ring, struct region *region);
+	void (*drop_slices)(struct kvio_ring *ring, struct region *region);
+};
+
+struct windows { uint64_t *bytes; int64_t count, room; uint64_t first; };
+
+struct kvio_ring {
+	struct kvio_store *store;
+	struct kvio_ring_params params;
+	const struct backend *backend;
+	void *device;			/* the back end's own */
+	pthread_t thread;
+	pid_t pid;
+	/* The ring's thread. */
+	struct run_list queue[DIRECTIONS];	/* not started, in order of submission */
+	struct run_list restart;		/* singles of a merged run that failed */
+	struct run_list held;			/* finished, not before end_ns; sorted by it */
+	struct io_list ready, injected;
+	struct io *spare_ios;
+	void *spare_pages;
+	uint32_t in_flight;			/* device operations */
+	uint32_t active;			/* runs between start and report */
+	uint32_t active_by[DIRECTIONS];
+	int64_t active_since_ns[DIRECTIONS];
+	int64_t link_free_ns[DIRECTIONS];
+	struct region regions[MAX_REGIONS];
+	int num_regions;
+	uint8_t slice_used[MAX_SLICES];
+	/* Everybody. */
+	_Atomic uint64_t queued_bytes, queued_tokens, batches_in_flight;
+	atomic_bool paused;
+	pthread_mutex_t lock;
+	pthread_cond_t opened;
+	int opened_rc;				/* 1 until the thread has opened the device */
+	bool stop, cancel;
+	struct kvio_ring_batch *inbox, **inbox_tail;
+	uint64_t *forget;			/* regions whose memory is gone */
+	uint32_t num_forget;
+	struct kvio_fault faults[MAX_FAULTS];
+	struct kvio_ring_stats stats;
+	struct windows windows[DIRECTIONS];
+};
+
+static inline int64_t now_ns(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static inline struct kvio_segment *segment_at(const struct kvio_store *store, uint32_t index)
+{
+	return atomic_load_explicit(&store->segments[index], memory_order_acquire);
+}
+
+static inline uint64_t slot_offset(const struct kvio_store *store, uint32_t slot)
+{
+	return store->params.payload_offset + (uint64_t)slot * store->params.slot_stride;
+}
+
+int monotonic_cond_init(pthread_cond_t *cond);
+int monotonic_cond_wait(pthread_cond_t *cond, pthread_mutex_t *lock, int64_t deadline_ns);
+
+/* ring_keeper.c */
+void segment_page_changed(struct kvio_store *store, struct kvio_segment *segment, uint32_t page);
+
+/* ring_batch.c */
+void batch_complete(struct kvio_ring_batch *batch);
+
+/* ring_io.c */
+struct io *io_new(struct kvio_ring *ring);
+void io_start(struct kvio_ring *ring, struct io *io);
+void io_pump(struct kvio_ring *ring);
+void io_complete(struct kvio_ring *ring, struct io *io, int res);
+int fault_take(struct kvio_ring *ring, uint32_t op, uint64_t offset);
+void *page_get(struct kvio_ring *ring);
+void page_put(struct kvio_ring *ring, void *page);
+void io_free_spares(struct kvio_ring *ring);
+
+/* ring_run.c */
+void runs_plan(struct kvio_ring *ring, struct kvio_ring_batch *batch);
+void runs_cancel(struct kvio_ring *ring, bool all);
+int64_t runs_launch(struct kvio_ring *ring);
+int64_t runs_release(struct kvio_ring *ring);
+bool runs_idle(const struct kvio_ring *ring);
+void run_payload(struct kvio_ring *ring, struct run *run, uint8_t op);
+void run_finished(struct kvio_ring *ring, struct run *run);
+bool run_split(struct kvio_ring *ring, struct run *run);
+void run_list_push(struct run_list *list, struct run *run);
+struct run *run_list_pop(struct run_list *list);
+
+/* ring_read.c, ring_write.c: a step of this run has ended */
+void read_advance(struct kvio_ring *ring, struct run *run);
+void write_advance(struct kvio_ring *ring, struct run *run);
+void commit_done(struct kvio_ring *ring, struct io *io, int res);
+
+/* ring_stats.c */
+void stats_run(struct kvio_ring *ring, struct run *run, int64_t when_ns);
+void stats_add(struct kvio_ring *ring, uint64_t *counter, uint64_t more);
+int slices_for(struct kvio_ring *ring, const struct kvio_ring_batch *batch);
+void slices_forget(struct kvio_ring *ring, uint64_t id);
+int slices_reserve(struct kvio_ring *ring, int count);
+
+#ifdef KVIO_HAVE_URING
+extern const struct backend uring_backend;
+int uring_probe(void);
+#endif
+extern const struct backend threads_backend;
+
+#endif

@@ -1,0 +1,333 @@
+// SPDX-License-Identifier: Apache-2.0
+/*
+ * Runs: planned from a batch, started in order of submission as the queue depth and the paced
+ * link allow, reported no earlier than the link says.
+ *
+ * Pacing is arithmetic on virtual link time: start = max(link free, submitted), free = start +
+ * nbytes / rate. A late wake-up therefore delays one report and loses no bandwidth.
+ */
+#include "ring_internal.h"
+
+void run_list_push(struct run_list *list, struct run *run)
+{
+	run->next = NULL;
+	if (list->tail)
+		list->tail->next = run;
+	else
+		list->head = run;
+	list->tail = run;
+}
+
+struct run *run_list_pop(struct run_list *list)
+{
+	struct run *run = list->head;
+
+	if (run) {
+		list->head = run->next;
+		if (!list->head)
+			list->tail = NULL;
+	}
+	return run;
+}
+
+/* ---- planning ---- */
+
+static int slice_of(const struct region *region, uint64_t addr)
+{
+	return region && region->count
+		? region->first + (int)((addr - region->addr) / region->slice_bytes) : -1;
+}
+
+/* A run of writes, or of reads that look at headers again, stays within one header page. */
+static bool extends(const struct kvio_ring *ring, const struct run *run,
+		    const struct kvio_block_io *last, const struct kvio_block_io *next,
+		    const struct region *region)
+{
+	uint64_t stride = ring->store->params.slot_stride;
+	bool one_page = run->direction == WRITE || !ring->store->params.verify;
+
+	return next->segment == last->segment && next->slot == last->slot + 1 &&
+	       next->addr == last->addr + stride && next->flags == last->flags &&
+	       (run->count + 1) * stride <= ring->params.io_bytes &&
+	       slice_of(region, next->addr) == run->buffer &&
+	       !(one_page && next->slot % KVIO_HEADERS_PER_PAGE == 0);
+}
+
+static void run_report(struct kvio_ring *ring, struct run *run);
+
+static struct run *run_new(struct kvio_ring *ring, struct kvio_ring_batch *batch, uint32_t first)
+{
+	struct run *run = calloc(1, sizeof(*run));
+
+	if (run) {
+		run->batch = batch;
+		run->segment = segment_at(ring->store, batch->blocks[first].segment);
+		run->first = first;
+		run->count = 1;
+		run->direction = batch->write ? WRITE : READ;
+	}
+	return run;
+}
+
+static void batch_ends(struct kvio_ring *ring, struct kvio_ring_batch *batch)
+{
+	stats_add(ring, &ring->stats.batches_completed, 1);
+	atomic_fetch_sub(&ring->batches_in_flight, 1);
+	batch_complete(batch);
+}
+
+static void unqueue(struct kvio_ring *ring, const struct kvio_ring_batch *batch, uint32_t element)
+{
+	if (!batch->write) {
+		atomic_fetch_sub(&ring->queued_bytes, ring->store->params.block_nbytes);
+		atomic_fetch_sub(&ring->queued_tokens, batch->blocks[element].tokens);
+	}
+}
+
+void runs_plan(struct kvio_ring *ring, struct kvio_ring_batch *batch)
+{
+	int index = batch->remaining ? slices_for(ring, batch) : -1;
+	const struct region *region = index < 0 ? NULL : &ring->regions[index];
+	struct run *run = NULL;
+	uint32_t last = 0;
+
+	for (uint32_t i = 0; i < batch->count; i++) {
+		struct kvio_block_io *block = &batch->blocks[i];
+
+		if (block->status != -EINPROGRESS)
+			continue;
+		if (run && last + 1 == i &&
+		    extends(ring, run, &batch->blocks[last], block, region)) {
+			run->count++;
+		} else if ((run = run_new(ring, batch, i))) {
+			run->buffer = (int16_t)slice_of(region, block->addr);
+			run_list_push(&ring->queue[run->direction], run);
+		} else {
+			block->status = batch->status[i] = -ENOMEM;
+			unqueue(ring, batch, i);
+			batch->remaining--;
+		}
+		last = i;
+	}
+	if (batch->remaining == 0)
+		batch_ends(ring, batch);
+}
+
+/* ---- starting ---- */
+
+static void run_begin(struct kvio_ring *ring, struct run *run)
+{
+	ring->active++;
+	if (ring->active_by[run->direction]++ == 0)
+		ring->active_since_ns[run->direction] = now_ns();
+	if (run->direction == READ)
+		read_advance(ring, run);
+	else
+		write_advance(ring, run);
+}
+
+/* Gives the head of a queue its time on the link; false, and when, if that has not come. */
+static bool link_grants(struct kvio_ring *ring, struct run *run, int64_t *due)
+{
+	uint64_t rate = run->direction == READ ? ring->params.read_bytes_per_s
+					       : ring->params.write_bytes_per_s;
+	int64_t *free_ns = &ring->link_free_ns[run->direction];
+	int64_t start = run->batch->submitted_ns;
+	uint64_t nbytes = run->count * ring->store->params.block_nbytes;
+
+	if (rate == 0)
+		return true;
+	if (*free_ns > start)
+		start = *free_ns;
+	if (start > now_ns()) {
+		if (*due < 0 || start < *due)
+			*due = start;
+		return false;
+	}
+	run->busy_ns = (int64_t)((unsigned __int128)nbytes * 1000000000u / rate);
+	run->start_ns = start;
+	run->end_ns = *free_ns = start + run->busy_ns;
+	return true;
+}
+
+static bool device_has_room(const struct kvio_ring *ring)
+{
+	return !ring->ready.head && ring->in_flight < ring->params.queue_depth;
+}
+
+/* Starts what may start; returns when the next run may, or -1. */
+int64_t runs_launch(struct kvio_ring *ring)
+{
+	int64_t due = -1;
+	bool more = !atomic_load(&ring->paused);
+
+	io_pump(ring);
+	while (more && device_has_room(ring)) {
+		more = false;
+		due = -1;
+		if (ring->restart.head) {
+			struct run *run = run_list_pop(&ring->restart);
+
+			run->direction == READ ? read_advance(ring, run)
+					       : write_advance(ring, run);
+			more = true;
+		}
+		for (int i = 0; i < DIRECTIONS; i++) {
+			struct run *run = ring->queue[i].head;
+
+			if (run && link_grants(ring, run, &due)) {
+				run_begin(ring, run_list_pop(&ring->queue[i]));
+				more = true;
+			}
+		}
+		io_pump(ring);
+	}
+	return due;
+}
+
+/* Payload of all blocks of the run, in pieces of at most io_bytes. */
+void run_payload(struct kvio_ring *ring, struct run *run, uint8_t op)
+{
+	const struct kvio_block_io *block = &run->batch->blocks[run->first];
+	uint64_t left = run->count * ring->store->params.slot_stride, at = 0;
+
+	run->step = STEP_PAYLOAD;
+	run->pending = 0;
+	while (left) {
+		struct io *io = io_new(ring);
+
+		if (!io) {
+			run->error = -ENOMEM;
+			break;
+		}
+		io->run = run;
+		io->op = op;
+		io->segment = run->segment;
+		io->buffer = run->buffer;
+		io->addr = (uint8_t *)(uintptr_t)block->addr + at;
+		io->offset = slot_offset(ring->store, block->slot) + at;
+		io->nbytes = (uint32_t)(left < ring->params.io_bytes ? left
+								      : ring->params.io_bytes);
+		at += io->nbytes;
+		left -= io->nbytes;
+		run->pending++;
+		io_start(ring, io);
+	}
+	if (run->pending == 0)
+		run_finished(ring, run);
+}
+
+/* A merged run failed: each of its blocks is tried alone, so that only the bad one fails. */
+bool run_split(struct kvio_ring *ring, struct run *run)
+{
+	struct run_list singles = { NULL, NULL };
+
+	if (run->count == 1)
+		return false;
+	for (uint32_t i = 0; i < run->count; i++) {
+		struct run *single = run_new(ring, run->batch, run->first + i);
+
+		if (!single) {
+			while ((single = run_list_pop(&singles)))
+				free(single);
+			return false;
+		}
+		single->buffer = run->buffer;
+		single->start_ns = run->start_ns;
+		single->end_ns = run->end_ns;
+		single->busy_ns = i == 0 ? run->busy_ns : 0;
+		run_list_push(&singles, single);
+	}
+	ring->active += run->count - 1;
+	ring->active_by[run->direction] += run->count - 1;
+	while (singles.head)
+		run_list_push(&ring->restart, run_list_pop(&singles));
+	stats_add(ring, &ring->stats.retries, 1);
+	free(run);
+	return true;
+}
+
+/* ---- ending ---- */
+
+static void run_report(struct kvio_ring *ring, struct run *run)
+{
+	struct kvio_ring_batch *batch = run->batch;
+	int64_t when = now_ns();
+
+	stats_run(ring, run, when);
+	for (uint32_t i = run->first; i < run->first + run->count; i++) {
+		__atomic_store_n(&batch->status[i], batch->blocks[i].status, __ATOMIC_RELAXED);
+		unqueue(ring, batch, i);
+	}
+	batch->remaining -= run->count;
+	free(run);
+	if (batch->remaining == 0)
+		batch_ends(ring, batch);
+}
+
+static void run_hold(struct kvio_ring *ring, struct run *run)
+{
+	struct run_list *held = &ring->held;
+	struct run **at = &held->head;
+
+	if (held->tail && held->tail->end_ns <= run->end_ns) {
+		run_list_push(held, run);
+		return;
+	}
+	while (*at && (*at)->end_ns <= run->end_ns)
+		at = &(*at)->next;
+	run->next = *at;
+	*at = run;
+	if (!run->next)
+		held->tail = run;
+}
+
+/* The device is done with this run. Blocks that no step gave a status get the run's. */
+void run_finished(struct kvio_ring *ring, struct run *run)
+{
+	struct kvio_block_io *blocks = run->batch->blocks;
+
+	for (uint32_t i = run->first; i < run->first + run->count; i++)
+		if (blocks[i].status == -EINPROGRESS)
+			blocks[i].status = run->error;
+	ring->active--;
+	run->step = STEP_DONE;
+	if (run->end_ns > now_ns())
+		run_hold(ring, run);
+	else
+		run_report(ring, run);
+}
+
+/* Reports what the link has carried by now; returns when the next is due, or -1. */
+int64_t runs_release(struct kvio_ring *ring)
+{
+	while (ring->held.head && ring->held.head->end_ns <= now_ns())
+		run_report(ring, run_list_pop(&ring->held));
+	return ring->held.head ? ring->held.head->end_ns : -1;
+}
+
+/* Takes back what has not started of the batches that were cancelled, or of all. */
+void runs_cancel(struct kvio_ring *ring, bool all)
+{
+	for (int d = 0; d < DIRECTIONS; d++) {
+		struct run_list queue = ring->queue[d];
+		struct run *run;
+
+		ring->queue[d] = (struct run_list){ NULL, NULL };
+		while ((run = run_list_pop(&queue))) {
+			if (!all && !atomic_load(&run->batch->cancelled)) {
+				run_list_push(&ring->queue[d], run);
+				continue;
+			}
+			for (uint32_t i = run->first; i < run->first + run->count; i++)
+				run->batch->blocks[i].status = -ECANCELED;
+			run_report(ring, run);
+		}
+	}
+}
+
+bool runs_idle(const struct kvio_ring *ring)
+{
+	return !ring->queue[READ].head && !ring->queue[WRITE].head && !ring->held.head &&
+	       ring->active == 0 && ring->in_flight == 0;
+}

@@ -1,0 +1,138 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef KVIO_SOFTNIC_H
+#define KVIO_SOFTNIC_H
+/*
+ * The soft provider: softnic.c is the NIC (queues, posting, errors), softfabric.c the network
+ * between NICs (which packet moves when, and the copying).
+ *
+ * Time is link time, in ticks of 1/256 ns since the fabric was made, so that a packet's time is
+ * exact to 0.4 % even at 1 ns and a fabric lives for two years. It lags the clock: whoever drives
+ * makes up for all that should have happened, in order, as if it had been driven all along.
+ */
+#include "nic_impl.h"
+
+#define SOFT_TICKS 256u			/* per ns */
+
+enum { WQE_SIGNALED = 1, WQE_DEAD = 2, WQE_CANCELED = 4 };
+
+struct soft_wqe {
+	struct kvio_wr wr;
+	uint64_t posted;		/* when the doorbell rang */
+	uint64_t end_bytes;		/* bytes of the queue up to the end of this one */
+	uint64_t end;			/* once executed: when it becomes visible */
+	uint32_t signal_seq;		/* the next signalled one, maybe itself */
+	uint16_t flags;
+	uint16_t status;
+};
+
+/* Who may send next on a port. The seam for the two-table arbiter: `pick` and `sent`. */
+struct soft_arbiter {
+	uint32_t last;			/* round robin over VLs: the one that sent last */
+};
+
+struct soft_port {			/* one direction */
+	uint64_t free;			/* busy until then */
+	uint64_t busy;			/* ticks so far */
+	struct soft_arbiter arbiter;
+	uint32_t mask;			/* VLs that wait: for one decision */
+};
+
+struct soft_nic {
+	struct kvio_nic base;
+	struct kvio_fabric *fabric;
+	uint64_t bytes_per_s;
+	uint32_t mtu;
+	struct soft_port tx, rx;
+	struct soft_qp *grant;		/* whom the receiving port would take: for one decision */
+	struct kvio_wc *cq;
+	uint32_t cq_room, cq_first, cq_count;
+	struct kvio_counters counters;
+	uint64_t drop_in;		/* faults: 0 is none */
+	uint64_t fail_in;
+	uint32_t fail_status;
+	uint64_t delay;
+};
+
+/*
+ * The send queue, by sequence numbers: [seen, cur) has been executed and waits to become visible,
+ * cur is being sent, the rest waits up to tail.
+ */
+struct soft_qp {
+	struct kvio_qp base;
+	struct soft_qp *remote;
+	uint32_t qpn;
+	uint32_t state;
+	struct soft_wqe *sq;
+	struct kvio_sge *sges;		/* max_sge for each */
+	uint32_t mask;			/* of the ring */
+	uint32_t seen, cur, tail;
+	uint32_t busy_at;		/* place in the fabric's list */
+	bool is_busy;
+	/* the message at cur */
+	uint16_t bad;			/* a status: it will fail with that */
+	uint8_t sl;			/* of the end that sends the data */
+	struct soft_nic *source, *sink;
+	uint32_t mtu;
+	uint32_t offset;		/* bytes sent */
+	uint32_t sge_index, sge_offset;
+	uint8_t *local, *far;
+	uint64_t ready;			/* its next packet may start then */
+	uint64_t order;			/* first come, first served among equals */
+	uint64_t start;			/* for one decision */
+	uint64_t sent_bytes;		/* of the queue */
+	uint64_t posted_bytes;
+};
+
+struct kvio_fabric {
+	struct kvio_domain domain;
+	uint32_t refs;
+	bool is_virtual;
+	uint64_t epoch_ns;
+	uint64_t virtual_ns;
+	uint64_t time;			/* all before this has happened */
+	uint64_t order;
+	uint32_t next_qpn;
+	struct soft_qp **busy;		/* queue pairs with seen != tail */
+	uint32_t num_busy, max_busy, num_qps;
+	int timer_fd;
+	uint64_t armed_ns;
+};
+
+static inline struct soft_wqe *soft_wqe_at(const struct soft_qp *qp, uint32_t seq)
+{
+	return &qp->sq[seq & qp->mask];
+}
+
+static inline struct soft_nic *soft_nic_of(const struct soft_qp *qp)
+{
+	return (struct soft_nic *)qp->base.nic;
+}
+
+static inline uint64_t soft_ticks(const struct kvio_fabric *fabric, uint64_t ns)
+{
+	return ns > fabric->epoch_ns ? (ns - fabric->epoch_ns) * SOFT_TICKS : 0;
+}
+
+static inline uint64_t soft_ns(const struct kvio_fabric *fabric, uint64_t ticks)
+{
+	return fabric->epoch_ns + (ticks + SOFT_TICKS - 1) / SOFT_TICKS;
+}
+
+uint64_t soft_clock_ns(const struct kvio_fabric *fabric);
+void soft_busy_add(struct kvio_fabric *fabric, struct soft_qp *qp);
+int soft_busy_room(struct kvio_fabric *fabric);
+void soft_busy_remove(struct kvio_fabric *fabric, struct soft_qp *qp);
+int soft_drive(struct kvio_nic *nic, uint64_t now_ns);
+int soft_sleep(struct kvio_nic *nic, uint64_t timeout_ns);
+int soft_event_fd(struct kvio_nic *nic);
+int soft_arm(struct kvio_nic *nic);
+
+/* softnic.c: look at the message at cur (skipping what was given up); end the message at cur;
+ * put the queue pair in error. */
+void soft_load(struct soft_qp *qp);
+void soft_skip_silent(struct soft_qp *qp);
+void soft_finish(struct soft_qp *qp, uint64_t end, uint32_t status);
+void soft_fail(struct soft_qp *qp);
+void soft_complete(struct soft_qp *qp, const struct soft_wqe *wqe);
+
+#endif

@@ -1,0 +1,111 @@
+"""Rings as users see them, and which back end moves the bytes."""
+import errno
+import warnings
+import weakref
+
+import numpy as np
+
+from kvio._ext import ring as _ring
+from kvio.completion import Transfer
+from kvio.errors import BackendUnavailable, Busy, Closed, InvalidArgument, errno_name
+
+__all__ = ["Ring", "choose_backend"]
+
+_REMEDY = {
+    errno.EPERM: "allow it: sysctl kernel.io_uring_disabled=0, and in a container a seccomp "
+                 "profile that lets io_uring through",
+    errno.EACCES: "allow it: sysctl kernel.io_uring_disabled=0",
+    errno.ENOSYS: "it needs Linux 5.11, and a kvio built with liburing (apt install liburing-dev)",
+    errno.ENOMEM: "raise the locked-memory limit (ulimit -l)",
+}
+
+
+def choose_backend(wanted: str) -> tuple[str, str]:
+    """(back end, why it and not another)."""
+    if wanted == "threads":
+        return wanted, "asked for"
+    code = _ring.probe("uring")
+    if code == 0:
+        return "uring", "asked for" if wanted == "uring" else "io_uring works here"
+    why = f"io_uring is refused with {errno_name(code)}: {_REMEDY.get(code, 'see dmesg')}"
+    if wanted == "uring":
+        raise BackendUnavailable(code, f"{why}; or use backend='threads'")
+    warnings.warn(f"the store falls back to threads: {why}", RuntimeWarning, stacklevel=4)
+    return "threads", why
+
+
+class Ring:
+    """One queue into the store with its own C thread, maybe paced to an emulated bandwidth.
+
+    Made by `BlockStore.open_ring`. Thread-safe.
+    """
+
+    def __init__(self, store, name, ring):
+        self.store, self.name, self._ring = store, name, ring
+        self._transfers = weakref.WeakSet()
+        self._closed = False
+
+    def __repr__(self):
+        return f"<Ring {self.name} of {self.store!r}>"
+
+    def read(self, keys, pool, block_ids) -> Transfer:
+        """`BlockStore.read` through this ring."""
+        return self.store._read(self, keys, pool, block_ids)
+
+    def write(self, keys, pool, block_ids) -> Transfer:
+        """`BlockStore.write` through this ring."""
+        return self.store._write(self, keys, pool, block_ids)
+
+    @property
+    def read_queue(self) -> tuple[int, int]:
+        """(bytes, tokens) of reads that are outstanding: what a scheduler looks at. Cheap."""
+        return self._opened().read_queue
+
+    def stats(self) -> dict:
+        """Counters since the ring was opened; they count blocks when these complete.
+
+        `read_bytes`, `write_bytes`: payload. `read_busy_ns`, `write_busy_ns`: time the link was
+        busy (virtual link time if paced, else time with at least one block in flight).
+        """
+        return dict(self._opened().stats(), name=self.name)
+
+    def busy_windows(self, direction: str = "read") -> tuple[int, int, np.ndarray]:
+        """(start of the first window, ns of a window, payload bytes completed per window).
+
+        Windows are aligned to multiples of their length on CLOCK_MONOTONIC, so those of several
+        rings line up; the ring's first and last windows may be partial.
+        """
+        ring = self._opened()
+        first, data = ring.windows(direction == "write")
+        return first * ring.window_ns, ring.window_ns, np.frombuffer(data, np.uint64)
+
+    def close(self, *, drain: bool = False, cancel: bool = False) -> None:
+        """Stop the ring. Busy while transfers are in flight, unless `drain` waits for them or
+        `cancel` gives up those that have not started."""
+        with self.store._lock:
+            if self._closed:
+                return
+            waiting = list(self._transfers)
+            if self._ring.in_flight and not (drain or cancel):
+                raise Busy(f"ring {self.name} has {self._ring.in_flight} batches in flight: wait "
+                           "for them, or close(drain=True) or close(cancel=True)")
+            self._closed = True
+            self.store._rings.discard(self)
+        for transfer in waiting:
+            if cancel:
+                transfer.cancel()
+            else:
+                transfer._handle.wait(None)
+        self._ring.close()
+        self.store._writer.release(self)
+
+    def _opened(self):
+        if self._closed:
+            raise Closed(f"ring {self.name} is closed")
+        return self._ring
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *exc):
+        self.close(drain=kind is None, cancel=kind is not None)

@@ -1,0 +1,151 @@
+"""`Transfer` over a handle that the test completes by hand."""
+import asyncio
+import errno
+import gc
+import os
+import weakref
+
+import numpy as np
+import pytest
+
+from kvio import completion
+from kvio.completion import Transfer
+from kvio.errors import TransferError, TransferTimeout
+
+
+class Handle:
+    """The handle protocol, completed by `finish`."""
+
+    def __init__(self, count=3):
+        self.status = np.full(count, -errno.EINPROGRESS, np.int32)
+        self.fd, self.canceled = os.eventfd(0), False
+
+    def finish(self, *status):
+        self.status[:] = status or 0
+        os.eventfd_write(self.fd, 1)
+
+    def poll(self):
+        return bool((self.status != -errno.EINPROGRESS).all())
+
+    def wait(self, timeout_s):
+        return self.poll()
+
+    def cancel(self):
+        self.canceled = True
+        self.finish(-errno.ECANCELED)
+
+    def fileno(self):
+        return self.fd
+
+    def drive_fd(self):
+        return -1
+
+    def stats(self):
+        return {"nbytes": 1}
+
+    def __del__(self):
+        os.close(self.fd)
+
+
+def test_done_status_and_result():
+    handle = Handle()
+    transfer = Transfer(handle, "read of three")
+    assert not transfer.done and "in flight" in repr(transfer)
+    assert (transfer.status == -errno.EINPROGRESS).all()
+    handle.finish()
+    assert transfer.done and transfer.wait() is None and transfer.wait(0) is None
+
+
+def test_a_timeout_leaves_the_transfer_going():
+    handle, drained = Handle(), []
+    transfer = Transfer(handle, "slow", on_drain=lambda: drained.append(1))
+    with pytest.raises(TransferTimeout, match="slow"):
+        transfer.wait(0.01)
+    assert not drained
+    handle.finish()
+    transfer.wait()
+    transfer.wait()
+    assert drained == [1]                               # once
+
+
+def test_a_failed_element_raises_with_its_name_and_keeps_the_status():
+    handle = Handle()
+    transfer = Transfer(handle, "write")
+    handle.finish(0, -errno.ENOSPC, -errno.EIO)
+    with pytest.raises(TransferError, match=r"2 of 3 .*element 1.*ENOSPC") as failure:
+        transfer.wait()
+    assert failure.value.errno == errno.ENOSPC
+    assert failure.value.status.tolist() == [0, -errno.ENOSPC, -errno.EIO]
+    assert transfer.status.tolist() == [0, -errno.ENOSPC, -errno.EIO]
+
+
+def test_finish_makes_the_result():
+    handle = Handle()
+    transfer = Transfer(handle, "read", finish=lambda s: int(np.argmax(s != 0)))
+    handle.finish(0, 0, -errno.EBADMSG)
+    assert transfer.wait() == 2
+
+
+def test_cancel_returns_drained():
+    handle, drained = Handle(), []
+    transfer = Transfer(handle, "read", on_drain=lambda: drained.append(1))
+    transfer.cancel()
+    assert handle.canceled and drained == [1] and transfer.done
+    with pytest.raises(TransferError, match="ECANCELED"):
+        transfer.wait()
+
+
+def test_when_drained_runs_later_or_at_once():
+    handle, order = Handle(), []
+    transfer = Transfer(handle, "read", on_drain=lambda: order.append("first"))
+    transfer.when_drained(lambda: order.append("second"))
+    assert order == []
+    handle.finish()
+    assert transfer.done
+    transfer.when_drained(lambda: order.append("third"))
+    assert order == ["first", "second", "third"]
+
+
+def test_memory_outlives_a_forgotten_transfer_until_it_has_drained():
+    handle, memory = Handle(), np.zeros(3)
+    gone = weakref.ref(memory)
+    Transfer(handle, "forgotten", keep=(memory,))
+    before = completion.in_flight()
+    del memory
+    gc.collect()
+    assert gone() is not None                           # a device may still write it
+    handle.finish()
+    assert completion.reap() >= 1
+    gc.collect()
+    assert gone() is None and completion.in_flight() == before - 1
+
+
+def test_await_wakes_through_the_eventfd():
+    async def main():
+        handles = [Handle() for _ in range(20)]
+        transfers = [Transfer(handle, "read") for handle in handles]
+
+        async def waiter(transfer):
+            await transfer
+
+        tasks = [asyncio.create_task(waiter(transfer)) for transfer in transfers]
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in tasks)
+        for handle in reversed(handles):
+            handle.finish()
+        await asyncio.gather(*tasks)
+    asyncio.run(main())
+
+
+def test_an_await_that_is_cancelled_leaves_the_transfer_going():
+    async def main():
+        handle, drained = Handle(), []
+        transfer = Transfer(handle, "read", on_drain=lambda: drained.append(1))
+        task = asyncio.ensure_future(asyncio.wait_for(transfer, 0.01))
+        with pytest.raises(asyncio.TimeoutError):
+            await task
+        assert not drained and completion.in_flight()
+        handle.finish()
+        await transfer
+        assert drained == [1]
+    asyncio.run(main())
