@@ -15,6 +15,7 @@ import errno
 import os
 import threading
 import warnings
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,10 +68,10 @@ class Region(memory.Region):
 
 class Fabric:
     """The network between soft NICs, with its clock: "monotonic", or "virtual", which stands
-    still until `advance`. NICs that are opened without a fabric share the process's default."""
+    still until `advance`. NICs opened without a fabric share the one named "default"."""
 
-    _default = None
-    _default_lock = threading.Lock()
+    _named_lock = threading.Lock()
+    _named = weakref.WeakValueDictionary()
 
     def __init__(self, clock: str = "monotonic"):
         if clock not in ("monotonic", "virtual"):
@@ -80,12 +81,14 @@ class Fabric:
         self._lock = threading.Lock()
 
     @classmethod
-    def default(cls) -> "Fabric":
-        """The one of this process (a forked child gets its own)."""
-        with cls._default_lock:
-            if cls._default is None:
-                cls._default = cls()
-            return cls._default
+    def named(cls, name: str = "default") -> "Fabric":
+        """The fabric of that name in this process, made when it is first asked for; it lives as
+        long as its NICs. A forked child has its own."""
+        with cls._named_lock:
+            fabric = cls._named.get(name)
+            if fabric is None:
+                fabric = cls._named[name] = cls()
+            return fabric
 
     @property
     def now_ns(self) -> int:
@@ -102,11 +105,11 @@ class Fabric:
         return self._ext.now_ns
 
 
-def _forget_default():
-    Fabric._default, Fabric._default_lock = None, threading.Lock()
+def _forget_named():
+    Fabric._named, Fabric._named_lock = weakref.WeakValueDictionary(), threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget_default)
+os.register_at_fork(after_in_child=_forget_named)
 
 
 class Nic:
@@ -121,14 +124,14 @@ class Nic:
         self._classes: dict[str, TrafficClass] = {}
 
     @classmethod
-    def open(cls, device: str = "soft", *, name: str | None = None, fabric: Fabric | None = None,
+    def open(cls, device: str = "soft", *, name: str | None = None, fabric: Fabric | str | None = None,
              bytes_per_s: int = 0, mtu: int = 4096, queue_depth: int = 2048, max_sge: int = 16,
              clock: str | None = None) -> "Nic":
         """Open "soft", a NIC in software.
 
         bytes_per_s: link rate each way, 0 = as fast as memory. queue_depth: work requests per
-        queue pair; a larger batch is fed in parts. clock: "virtual" or "monotonic" gives the NIC
-        a fabric of its own. BackendUnavailable names what a provider lacks on this machine.
+        queue pair; a larger batch is fed in parts. fabric: which network, or its name; clock:
+        "virtual" or "monotonic" makes a network of its own. BackendUnavailable names what a provider lacks on this machine.
         """
         provider, _, instance = device.partition(":") if isinstance(device, str) else ("", "", "")
         if provider in ("verbs", "cuda"):
@@ -138,7 +141,8 @@ class Nic:
             raise InvalidArgument(f"device must be 'soft', not {device!r}")
         if fabric is not None and clock is not None:
             raise InvalidArgument("give a fabric or a clock, not both: a fabric has its clock")
-        fabric = fabric or (Fabric(clock) if clock else Fabric.default())
+        if not isinstance(fabric, Fabric):
+            fabric = Fabric(clock) if clock else Fabric.named(fabric or "default")
         try:
             ext = _nic.Nic(fabric._ext, bytes_per_s, mtu, queue_depth, max_sge)
         except (OverflowError, TypeError, OSError) as wrong:
@@ -175,7 +179,7 @@ class Nic:
         writes = Access.LOCAL_WRITE | Access.REMOTE_WRITE
         if access is None:
             access = Access.REMOTE_READ | (writes if region.writable else Access(0))
-        elif not isinstance(access, int) or access & ~(writes | Access.REMOTE_READ):
+        elif not isinstance(access, int) or not 0 <= int(access) <= sum(Access):
             raise InvalidArgument(f"access must be made of kvio.transfer.Access, not {access!r}")
         region.access = Access(access)
         if region.access & writes and not region.writable:

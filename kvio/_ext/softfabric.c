@@ -83,9 +83,10 @@ static uint32_t vl_of(const struct soft_qp *qp)
 	return qp->sl % KVIO_NUM_VL;
 }
 
+/* First come, first served. The tie-break depends on nothing that late driving could change. */
 static bool is_older(const struct soft_qp *a, const struct soft_qp *b)
 {
-	return !b || a->ready < b->ready || (a->ready == b->ready && a->order < b->order);
+	return !b || a->ready < b->ready || (a->ready == b->ready && a->qpn < b->qpn);
 }
 
 static bool is_waiting(const struct soft_qp *qp)
@@ -251,8 +252,6 @@ static uint64_t send_packets(struct soft_qp *qp, uint64_t until, bool alone)
 	qp->sent_bytes += run.nbytes;
 	if (qp->offset == wr->length)
 		soft_finish(qp, qp->ready, KVIO_WC_SUCCESS);
-	else
-		qp->order = ++soft_nic_of(qp)->fabric->order;
 	return run.nbytes;
 }
 

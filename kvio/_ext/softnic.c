@@ -262,7 +262,6 @@ void soft_load(struct soft_qp *qp)
 				KVIO_WC_CANCELED);
 			continue;
 		}
-		qp->order = ++fabric->order;
 		qp->offset = qp->sge_index = qp->sge_offset = 0;
 		qp->bad = (uint16_t)check(qp, wqe);
 		if (!qp->bad) {

@@ -77,7 +77,6 @@ struct soft_qp {
 	uint32_t sge_index, sge_offset;
 	uint8_t *local, *far;
 	uint64_t ready;			/* its next packet may start then */
-	uint64_t order;			/* first come, first served among equals */
 	uint64_t start;			/* for one decision */
 	uint64_t sent_bytes;		/* of the queue */
 	uint64_t posted_bytes;
@@ -90,7 +89,6 @@ struct kvio_fabric {
 	uint64_t epoch_ns;
 	uint64_t virtual_ns;
 	uint64_t time;			/* all before this has happened */
-	uint64_t order;
 	uint32_t next_qpn;
 	struct soft_qp **busy;		/* queue pairs with seen != tail */
 	uint32_t num_busy, max_busy, num_qps;

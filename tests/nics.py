@@ -1,0 +1,38 @@
+"""Helpers of the transfer tests: work requests written by hand, and two connected NICs."""
+import numpy as np
+
+from kvio.layout import READ, WR_DTYPE, WRITE
+
+
+def requests(opcode, local, remote, local_at, remote_at, length):
+    """Work requests: offsets into the two regions (arrays or ints), and lengths."""
+    local_at, remote_at, length = np.broadcast_arrays(local_at, remote_at, length)
+    wrs = np.zeros(local_at.size, WR_DTYPE)
+    wrs["opcode"], wrs["length"] = opcode, length.ravel()
+    wrs["local_addr"] = local.addr + local_at.ravel().astype(np.uint64)
+    wrs["remote_addr"] = remote.addr + remote_at.ravel().astype(np.uint64)
+    wrs["lkey"], wrs["rkey"] = local.key, remote.key
+    return wrs
+
+
+def pattern(nbytes, seed=1):
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+class Pair:
+    """Two NICs, one megabyte each, and a connection from `a` to `b`."""
+
+    def __init__(self, open_nic, nbytes=1 << 20, address="b", **options):
+        options.setdefault("bytes_per_s", 0)
+        self.a, self.b = open_nic(name="a", **options), open_nic(name="b", **options)
+        self.mine, self.theirs = pattern(nbytes, 1), pattern(nbytes, 2)
+        self.local, self.remote = self.a.register(self.mine), self.b.register(self.theirs)
+        self.listener = self.b.listen(address)
+        self.peer = self.a.connect(address)
+        self.back = self.listener.accept()
+
+    def read(self, local_at, remote_at, length):
+        return requests(READ, self.local, self.remote, local_at, remote_at, length)
+
+    def write(self, local_at, remote_at, length):
+        return requests(WRITE, self.local, self.remote, local_at, remote_at, length)

@@ -1,0 +1,53 @@
+"""NICs for the tests: of every provider (`provider`), or soft ones in virtual time (`virtual`)."""
+import pytest
+
+from kvio.errors import BackendUnavailable
+from kvio.transfer import Fabric, Nic
+from require import parts_used, required, skip_or_fail
+
+DEVICES = {"soft": "soft", "verbs": "verbs:rxe0", "cuda": "cuda:0"}
+
+
+def why_not(name):
+    """Why this provider cannot run here, or None."""
+    try:
+        Nic.open(DEVICES[name]).close()
+    except BackendUnavailable as missing:
+        return str(missing)
+    return None
+
+
+# What is missing is skipped once, by test_a_provider_is_here, and not by each of the tests.
+PROVIDERS = [name for name in DEVICES if name == "soft" or required(name) or not why_not(name)]
+
+
+@pytest.fixture(params=PROVIDERS)
+def provider(request):
+    """Opens NICs of one provider; closes them at the end."""
+    name, opened = request.param, []
+
+    def open_nic(**options):
+        opened.append(Nic.open(DEVICES[name], **options))
+        return opened[-1]
+    if name != "soft":
+        if why_not(name):
+            skip_or_fail(name, why_not(name))
+        parts_used[name] += 1
+    yield open_nic
+    for nic in opened:
+        nic.close(cancel=True)
+
+
+@pytest.fixture
+def virtual():
+    """A fabric whose clock stands still, and soft NICs on it: `virtual("a", bytes_per_s=...)`."""
+    fabric, opened = Fabric("virtual"), []
+
+    def open_nic(name="nic", **options):
+        opened.append(Nic.open("soft", name=name, fabric=fabric, **options))
+        return opened[-1]
+    open_nic.fabric = fabric
+    yield open_nic
+    fabric.advance(10**12)
+    for nic in opened:
+        nic.close(cancel=True)
