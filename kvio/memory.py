@@ -285,6 +285,10 @@ class LayerPool(BlockAllocator):
         """A view of all Layer Blocks of a layer: uint8 `[num_blocks, block_tokens, bytes]`."""
         return self._rows[layer]
 
+    def records(self, block_id: int, offset: int) -> np.ndarray:
+        """A view of one token's records, layer by layer: uint8 `[num_layers, bytes]`."""
+        return self._rows[:, block_id, offset]
+
     def _clear(self, ids):
         if self._poison:
             self._rows[:, ids] = POISON

@@ -86,7 +86,7 @@ static void unqueue(struct kvio_ring *ring, const struct kvio_ring_batch *batch,
 
 void runs_plan(struct kvio_ring *ring, struct kvio_ring_batch *batch)
 {
-	int index = batch->remaining ? slices_for(ring, batch) : -1;
+	int index = slices_for(ring, batch);
 	const struct region *region = index < 0 ? NULL : &ring->regions[index];
 	struct run *run = NULL;
 	uint32_t last = 0;

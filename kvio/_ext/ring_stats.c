@@ -111,7 +111,7 @@ int slices_reserve(struct kvio_ring *ring, int count)
 
 static int region_add(struct kvio_ring *ring, struct region *region)
 {
-	int rc = fault_take(ring, IO_REGISTER, 0);
+	int rc = fault_take(ring, IO_REGISTER, 0, 1);
 
 	if (rc == 0)
 		rc = ring->backend->add_slices(ring, region);

@@ -41,10 +41,10 @@ class Sequence:
         blocks = self.pool.layer(layer)[self.ids]
         return blocks.reshape(-1, blocks.shape[-1])[:self.num_tokens]
 
-    def kv_row(self, layer: int, position: int) -> np.ndarray:
-        """The record of one token: a uint8 view [1, bytes_per_token]."""
+    def kv_rows(self, position: int) -> np.ndarray:
+        """The records of one token in all layers: a uint8 view [num_layers, bytes_per_token]."""
         block, offset = divmod(position, self.pool.layout.block_tokens)
-        return self.pool.layer(layer)[self.ids[block], offset:offset + 1]
+        return self.pool.records(self.ids[block], offset)
 
 
 class DecodeEngine(Node):

@@ -40,7 +40,8 @@ class TimedSetting:
     num_decode: int = 1
     num_agents: int = 16
     num_turns: int = 5
-    layout: BlockLayout = BlockLayout(num_layers=16, block_tokens=64, bytes_per_token=256)
+    layout: BlockLayout = BlockLayout(num_layers=8, block_tokens=64, bytes_per_token=512)
+    depth: int = 4
     snic_bytes_per_s: int = 100_000_000
     cnic_per_snic: int = 8
     load_compute_ratio: float = 3.0
@@ -86,7 +87,7 @@ class Progress:
             print(f"\r{text}\033[K" if self._tty else text, end=end, file=sys.stderr, flush=True)
 
 
-async def _serve(config, mode, store, make_compute, sessions, progress):
+async def _serve(config, mode, store, make_compute, sessions, progress, in_step=False):
     computes = []
 
     def tracked():
@@ -95,7 +96,7 @@ async def _serve(config, mode, store, make_compute, sessions, progress):
 
     async with Cluster(config, mode, store, tracked) as cluster, SnicSampler(cluster) as sampler:
         begin = time.monotonic()
-        served = await run_sessions(cluster, sessions, progress)
+        served = await run_sessions(cluster, sessions, progress, in_step)
         result = figures(cluster, served, time.monotonic() - begin, sampler)
     result["kv_errors"] = sum(getattr(c, "num_kv_errors", 0) for c in computes)
     return result, served
@@ -135,8 +136,14 @@ def compare_tokens(reference: dict, other: dict) -> list[str]:
 
 
 def real_part(folder=None, exact: bool = False, progress=None, modes=("none", "basic", "dualpath"),
-              num_new_tokens: int = 16) -> dict:
-    """SmolLM2-135M-Instruct over the project's own agents; figures per mode."""
+              num_turns: int = 3, num_new_tokens: int = 12) -> dict:
+    """SmolLM2-135M-Instruct over the project's own agents; figures per mode.
+
+    The agents go in step, so that each round's requests are routed while the others' reads are
+    still queued and both read paths are taken.
+    """
+    from threadpoolctl import threadpool_limits
+
     from kvio.engine.conversation import AGENTS
     from kvio.engine.model import LlamaModel, Tokenizer, find_smollm2, turn_texts
     progress = progress or Progress(quiet=True)
@@ -145,7 +152,7 @@ def real_part(folder=None, exact: bool = False, progress=None, modes=("none", "b
     model, tokenizer = LlamaModel.from_gguf(path, exact=exact), Tokenizer.from_gguf(path)
     layout = BlockLayout.from_config(model.config(), "float16")
     sessions = [Session(agent.name, tuple(Turn(tuple(tokenizer.encode(text)), num_new_tokens)
-                                          for text in turn_texts(agent)))
+                                          for text in turn_texts(agent)[:num_turns]))
                 for agent in AGENTS]
     total = sum(len(s.turns) for s in sessions)
     config = ClusterConfig(layout, buffer_blocks=128, hbm_blocks=128, max_tokens=2048,
@@ -155,8 +162,10 @@ def real_part(folder=None, exact: bool = False, progress=None, modes=("none", "b
         counted = progress.start(f"real model, {mode}", total)
         with contextlib.ExitStack() as stack:
             store = None if mode == "none" else stack.enter_context(_fresh_store(folder, layout))
+            # An engine is one thread; BLAS threads of their own would fight over the cores.
+            stack.enter_context(threadpool_limits(1, "blas"))
             result, served = asyncio.run(_serve(config, mode, store, lambda: ModelCompute(
-                model, layout), sessions, counted))
+                model, layout), sessions, counted, in_step=True))
         if mode != "none":
             _check_hits(result, served, sessions, layout)
             result["backend"] = store.backend
@@ -180,7 +189,7 @@ def timed_part(setting: TimedSetting = TimedSetting(), folder=None, progress=Non
     config = ClusterConfig(
         layout, setting.num_prefill, setting.num_decode, setting.snic_bytes_per_s,
         setting.snic_bytes_per_s * setting.cnic_per_snic, buffer_blocks=640, hbm_blocks=1600,
-        model_name="timed")
+        depth=setting.depth, model_name="timed")
     results, tokens = {}, {}
     for mode in modes:
         with _fresh_store(folder, layout) as store:

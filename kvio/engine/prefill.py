@@ -42,10 +42,9 @@ class Workspace:
         width = self.layout.layer_bytes_per_token[layer]
         return self.region.array[start:start + num_tokens * width].reshape(num_tokens, width)
 
-    def poison(self, layer: int) -> None:
-        """Make stale KV of the slot's last layer unusable before new bytes come in."""
-        start = layer % self.depth * self.slot_nbytes
-        self.region.array[start:start + self.slot_nbytes] = POISON
+    def poison(self, layer: int, num_tokens: int) -> None:
+        """Make stale KV unusable before new bytes come in."""
+        self.slot(layer, num_tokens)[:] = POISON
 
 
 class PrefillEngine(Node):
@@ -83,7 +82,7 @@ class Prefill:
         first_use = step.target == PE_HBM and (step.kind != COMPUTE or not
                                                self.request.num_hit_tokens)
         if first_use:
-            self.workspace.poison(step.layer)
+            self.workspace.poison(step.layer, self.request.num_prompt_tokens)
 
     def after(self, step) -> None:
         """Remember when the inputs of a layer were there."""

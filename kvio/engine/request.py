@@ -44,9 +44,9 @@ class EngineRequest:
 
     request_id: int
     session: str
-    prompt: np.ndarray                      # uint32 token ids
+    prompt: np.ndarray = field(repr=False)  # uint32 token ids
     num_new_tokens: int
-    keys: np.ndarray                        # KEY_DTYPE, of the prompt's full blocks
+    keys: np.ndarray = field(repr=False)    # KEY_DTYPE, of the prompt's full blocks
     root: bytes                             # parent of the first block
     num_hit_tokens: int = 0
     path: str = ""

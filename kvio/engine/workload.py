@@ -40,31 +40,47 @@ def timed_totals(sessions, layout: BlockLayout) -> dict:
             "hit_bytes": hits * sum(layout.layer_bytes_per_token)}
 
 
-async def run_sessions(cluster, sessions, progress=None) -> dict:
-    """All agents at once, each one turn after the other; {session name: [EngineRequest]}.
+async def run_sessions(cluster, sessions, progress=None, in_step: bool = False) -> dict:
+    """All agents at once; {session name: [EngineRequest]}.
 
+    Each agent takes one turn after the other, or `in_step` with the others: a round begins when
+    all have finished the one before, as in batched rollouts, and its requests arrive together.
     The context grows by the model's own tokens, so blocks persisted in decode are hit later.
     """
     served = {session.name: [] for session in sessions}
+    contexts = {session.name: list(session.context) for session in sessions}
+
+    async def take(session, turn):
+        context = contexts[session.name]
+        context += turn.append
+        request = await cluster.generate(session.name, context, turn.num_new_tokens)
+        served[session.name].append(request)
+        context += request.generated
+        if progress is not None:
+            progress()
 
     async def agent(session):
-        context = list(session.context)
         for turn in session.turns:
-            context += turn.append
-            request = await cluster.generate(session.name, context, turn.num_new_tokens)
-            served[session.name].append(request)
-            context += request.generated
-            if progress is not None:
-                progress()
+            await take(session, turn)
 
-    tasks = [asyncio.ensure_future(agent(session)) for session in sessions]
+    if not in_step:
+        await _together([agent(session) for session in sessions])
+        return served
+    for i in range(max(len(session.turns) for session in sessions)):
+        await _together([take(session, session.turns[i]) for session in sessions
+                         if i < len(session.turns)])
+    return served
+
+
+async def _together(coroutines):
+    """Gather; when one fails or the caller is cancelled, the others end before this does."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return served
 
 
 def prime_store(store, sessions, layout, namespace_of, fill, pool) -> int:
