@@ -10,7 +10,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMPY_WHEELS = Path(sys.prefix) / "wheels"          # kept by the Makefile: no network needed here
+<<<<<<< HEAD
 SOURCE = {".c", ".h", ".pyx", ".pxd", ".so", ".pyc"}    # under kvio/, not in a wheel as they are
+=======
+SOURCE = {".c", ".h", ".pyx", ".pxd", ".so", ".pyc"}      # under kvio/, but not in a wheel as they are
+>>>>>>> main
 
 ROUND_TRIP = """
 import os, shutil, sys
