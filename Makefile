@@ -73,7 +73,7 @@ $(VENV)/.made:
 $(VENV)/.installed: setup.py pyproject.toml MANIFEST.in $(VENV)/.made
 	@echo 'installing kvio into $(VENV)'
 	@rm -f kvio/_ext/*.so
-	@$(PY) -m pip install -q --no-build-isolation -e '.[test,demo]'
+	@$(PY) -m pip install -qq --no-build-isolation -e '.[test,demo]'
 	@$(PY) -m pip download -q --no-deps --only-binary :all: -d $(VENV)/wheels \
 		"numpy==$$($(PY) -c 'import numpy; print(numpy.__version__)')"
 	@if [ -e /usr/include/liburing.h ] || [ -e /usr/local/include/liburing.h ]; \

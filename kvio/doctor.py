@@ -3,6 +3,7 @@
 It only looks: no device is opened for use, nothing is written, and a missing part is not an error.
 """
 import ctypes
+import errno
 import importlib.metadata
 import importlib.util
 import json
@@ -76,16 +77,19 @@ def _io_uring():
 
 
 def _liburing():
-    """Was the store's extension built with liburing?"""
+    """Can the store's extension use the kernel's rings: is liburing in it, has it what it needs?"""
     try:
-        ring = importlib.import_module("kvio._ext.ring")
-        with_uring = ring.HAVE_URING
-    except (ImportError, AttributeError):
-        return Finding("liburing", "missing", "this build of kvio has no io_uring back end",
+        code = importlib.import_module("kvio._ext.ring").probe("uring")
+    except ImportError as error:
+        return Finding("liburing", "missing", str(error), "install a wheel, or run make in the "
+                       "source tree")
+    if code == errno.ENOSYS:
+        return Finding("liburing", "missing", "kvio was built without it, or the kernel is older "
+                       "than 5.11; the store uses threads",
                        "apt-get install liburing-dev, then build kvio again")
-    if not with_uring:
-        return Finding("liburing", "missing", "kvio was built without it; the store uses threads",
-                       "apt-get install liburing-dev, then build kvio again")
+    if code:
+        return Finding("liburing", "limited", f"built in, but: {os.strerror(code)}",
+                       "see io_uring below")
     return Finding("liburing", "ok", "built in")
 
 

@@ -15,7 +15,7 @@ from kvio._ext import block as _block
 from kvio.errors import InvalidArgument
 
 __all__ = ["BlockLayout", "KEY_DTYPE", "LayerDescriptors", "READ", "SGE_DTYPE", "Side", "WRITE",
-           "WR_DTYPE", "block_keys", "root_key"]
+           "WR_DTYPE", "block_keys", "root_key", "token_array"]
 
 PAGE = 4096
 READ, WRITE = 1, 2                                  # enum kvio_opcode
@@ -225,7 +225,7 @@ def block_keys(token_ids, layout: BlockLayout, namespace: bytes = b"",
     it still knows its parents. `parent` continues a chain instead of starting at the root.
     Stable between processes and machines. Formula: docs/format.md §1.
     """
-    ids = _token_ids(token_ids)
+    ids = token_array(token_ids)
     root = root_key(layout, namespace) if parent is None else bytes(parent)
     if len(root) != 16:
         raise InvalidArgument(f"parent must be a key of 16 bytes, not {len(root)}")
@@ -234,7 +234,8 @@ def block_keys(token_ids, layout: BlockLayout, namespace: bytes = b"",
     return keys
 
 
-def _token_ids(token_ids) -> np.ndarray:
+def token_array(token_ids) -> np.ndarray:
+    """Token ids as a contiguous uint32 array; InvalidArgument unless they are such."""
     ids = np.asarray(token_ids)
     if ids.size == 0:
         return np.empty(0, np.uint32)

@@ -290,7 +290,7 @@ def forbidden_words(text):
 
 def bad_readme(text):
     line = (text.split("\n") + ["", ""])[1].lower()
-    good = "kvikio" in line and ("unrelated" in line or "not related" in line)
+    good = "kvikio" in line and re.search("unrelated|not related|no connection", line)
     return [] if good else ["2: does not say that kvio is unrelated to NVIDIA's kvikio"]
 
 

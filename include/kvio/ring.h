@@ -118,11 +118,11 @@ struct kvio_ring_stats {
 };
 /* What the tests inject: the next `count` matching operations after `skip` get `result`. */
 struct kvio_fault {
-	uint32_t op_mask;		/* 1 read, 2 write, 4 sync, 8 register */
+	uint32_t op_mask;		/* 1 read, 2 write, 4 sync, 8 register; 0: end all */
 	uint32_t skip;
 	uint32_t count;
 	int32_t  result;		/* -errno; or > 0: move at most so many bytes */
-	uint64_t from_offset;		/* file offsets that match */
+	uint64_t from_offset;		/* it matches if it touches these file offsets */
 	uint64_t to_offset;
 };
 
@@ -160,9 +160,10 @@ struct kvio_ring_batch_params {
 	uint64_t region_nbytes;
 	const struct kvio_block_io *blocks;	/* copied */
 };
-/* Submits; the ring completes it on its own. The caller owns one reference. */
+/* Submits; the ring completes it on its own. The caller owns one reference. An empty batch
+ * registers its region and nothing else: pinning fresh memory takes about 3 s per GiB. */
 int kvio_ring_batch_submit(struct kvio_ring_batch **out, struct kvio_ring *ring,
-		      const struct kvio_ring_batch_params *params);
+			   const struct kvio_ring_batch_params *params);
 int kvio_ring_batch_done(struct kvio_ring_batch *batch);
 /* 1 when drained, 0 after timeout_ns. */
 int kvio_ring_batch_wait(struct kvio_ring_batch *batch, int64_t timeout_ns);

@@ -149,6 +149,7 @@ cdef extern from "kvio/nic.h" nogil:
     uint64_t kvio_fabric_now(kvio_fabric *fabric)
     int kvio_soft_fault(kvio_nic *nic, uint32_t fault, uint64_t nth, uint64_t value)
     void kvio_memcpy_loop(const kvio_wr *wrs, size_t count)
+
 cdef extern from "kvio/ring.h" nogil:
     enum:
         KVIO_PAGE
@@ -252,7 +253,8 @@ cdef extern from "kvio/ring.h" nogil:
         uint64_t region_addr
         uint64_t region_nbytes
         const kvio_block_io *blocks
-    int kvio_ring_batch_submit(kvio_ring_batch **out, kvio_ring *ring, const kvio_ring_batch_params *params)
+    int kvio_ring_batch_submit(kvio_ring_batch **out, kvio_ring *ring,
+                             const kvio_ring_batch_params *params)
     int kvio_ring_batch_done(kvio_ring_batch *batch)
     int kvio_ring_batch_wait(kvio_ring_batch *batch, int64_t timeout_ns)
     int kvio_ring_batch_fd(kvio_ring_batch *batch)
@@ -260,5 +262,5 @@ cdef extern from "kvio/ring.h" nogil:
     const int32_t *kvio_ring_batch_status(const kvio_ring_batch *batch)
     const kvio_block_io *kvio_ring_batch_blocks(const kvio_ring_batch *batch)
     void kvio_ring_batch_times(kvio_ring_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
-                          int64_t *completed_ns)
+                             int64_t *completed_ns)
     void kvio_ring_batch_put(kvio_ring_batch *batch)

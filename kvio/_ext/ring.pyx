@@ -189,6 +189,13 @@ cdef class Ring:
         """Batches that have not drained."""
         return kvio_ring_in_flight(self.opened())
 
+    @property
+    def register_errno(self):
+        """Why some region uses plain buffers; 0 if none does."""
+        cdef kvio_ring_stats stats
+        kvio_ring_get_stats(self.opened(), &stats)
+        return stats.register_errno
+
     def stats(self):
         cdef kvio_ring_stats stats
         kvio_ring_get_stats(self.opened(), &stats)

@@ -94,7 +94,7 @@ int kvio_ring_batch_submit(struct kvio_ring_batch **out, struct kvio_ring *ring,
 	if (!batch)
 		return -ENOMEM;
 	rc = batch_check(ring, batch);
-	nothing = batch->remaining == 0;
+	nothing = batch->remaining == 0 && batch->count;
 	if (rc == 0) {
 		pthread_mutex_lock(&ring->lock);
 		rc = ring->stop ? -ESHUTDOWN : 0;

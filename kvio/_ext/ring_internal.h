@@ -212,7 +212,7 @@ struct io *io_new(struct kvio_ring *ring);
 void io_start(struct kvio_ring *ring, struct io *io);
 void io_pump(struct kvio_ring *ring);
 void io_complete(struct kvio_ring *ring, struct io *io, int res);
-int fault_take(struct kvio_ring *ring, uint32_t op, uint64_t offset);
+int fault_take(struct kvio_ring *ring, uint32_t op, uint64_t offset, uint64_t nbytes);
 void *page_get(struct kvio_ring *ring);
 void page_put(struct kvio_ring *ring, void *page);
 void io_free_spares(struct kvio_ring *ring);

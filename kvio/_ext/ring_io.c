@@ -74,7 +74,7 @@ void io_free_spares(struct kvio_ring *ring)
 }
 
 /* The result that a test has ordered for this operation, or 0. */
-int fault_take(struct kvio_ring *ring, uint32_t op, uint64_t offset)
+int fault_take(struct kvio_ring *ring, uint32_t op, uint64_t offset, uint64_t nbytes)
 {
 	int result = 0;
 
@@ -82,8 +82,8 @@ int fault_take(struct kvio_ring *ring, uint32_t op, uint64_t offset)
 	for (int i = 0; i < MAX_FAULTS && result == 0; i++) {
 		struct kvio_fault *fault = &ring->faults[i];
 
-		if (!fault->count || !(fault->op_mask & op) || offset < fault->from_offset ||
-		    offset >= fault->to_offset)
+		if (!fault->count || !(fault->op_mask & op) ||
+		    offset + nbytes <= fault->from_offset || offset >= fault->to_offset)
 			continue;
 		if (fault->skip) {
 			fault->skip--;
@@ -103,7 +103,8 @@ void io_start(struct kvio_ring *ring, struct io *io)
 
 static void io_submit(struct kvio_ring *ring, struct io *io)
 {
-	int fault = fault_take(ring, io->op, io->offset + io->done);
+	int fault = fault_take(ring, io->op, io->offset + io->done,
+			       io->op == IO_SYNC ? 1 : io->nbytes - io->done);
 
 	ring->in_flight++;
 	io->limit = io->nbytes - io->done;

@@ -86,7 +86,7 @@ static void unqueue(struct kvio_ring *ring, const struct kvio_ring_batch *batch,
 
 void runs_plan(struct kvio_ring *ring, struct kvio_ring_batch *batch)
 {
-	int index = batch->remaining ? slices_for(ring, batch) : -1;
+	int index = slices_for(ring, batch);
 	const struct region *region = index < 0 ? NULL : &ring->regions[index];
 	struct run *run = NULL;
 	uint32_t last = 0;
@@ -306,9 +306,25 @@ int64_t runs_release(struct kvio_ring *ring)
 	return ring->held.head ? ring->held.head->end_ns : -1;
 }
 
+/* What the device has done and only the emulated link still carries is reported at once. */
+static void held_cancel(struct kvio_ring *ring, bool all)
+{
+	struct run_list held = ring->held;
+	struct run *run;
+
+	ring->held = (struct run_list){ NULL, NULL };
+	while ((run = run_list_pop(&held))) {
+		if (all || atomic_load(&run->batch->cancelled))
+			run_report(ring, run);
+		else
+			run_list_push(&ring->held, run);
+	}
+}
+
 /* Takes back what has not started of the batches that were cancelled, or of all. */
 void runs_cancel(struct kvio_ring *ring, bool all)
 {
+	held_cancel(ring, all);
 	for (int d = 0; d < DIRECTIONS; d++) {
 		struct run_list queue = ring->queue[d];
 		struct run *run;

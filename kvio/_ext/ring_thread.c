@@ -192,6 +192,10 @@ int kvio_ring_fault(struct kvio_ring *ring, const struct kvio_fault *fault)
 	int rc = -ENOSPC;
 
 	pthread_mutex_lock(&ring->lock);
+	if (fault->op_mask == 0) {
+		memset(ring->faults, 0, sizeof(ring->faults));
+		rc = 0;
+	}
 	for (int i = 0; i < MAX_FAULTS && rc < 0; i++) {
 		if (ring->faults[i].count == 0) {
 			ring->faults[i] = *fault;

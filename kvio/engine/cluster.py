@@ -7,14 +7,13 @@ is emulated: bandwidths of NICs (by the soft NIC and paced rings), and HBM (host
 import asyncio
 from dataclasses import dataclass
 
-import numpy as np
 
 from kvio.engine.decode import DecodeEngine
 from kvio.engine.prefill import PrefillEngine
 from kvio.engine.request import EngineRequest, usable_hits
 from kvio.engine.serving import Serving
 from kvio.errors import InvalidArgument
-from kvio.layout import BlockLayout, block_keys, root_key
+from kvio.layout import BlockLayout, block_keys, root_key, token_array
 from kvio.loader import Mover
 from kvio.scheduler import DE, PE, EngineReport, Request, Scheduler
 from kvio.storage import BlockStore
@@ -118,7 +117,7 @@ class Cluster:
     async def generate(self, session: str, prompt, num_new_tokens: int) -> EngineRequest:
         """Serve one request: all tokens generated, all its full blocks stored."""
         namespace = f"{self.config.model_name}/{session}".encode()
-        prompt = np.asarray(prompt, np.uint32)
+        prompt = token_array(prompt)
         longest = len(prompt) + num_new_tokens
         if longest > self.config.max_tokens:
             raise InvalidArgument(f"{longest} tokens exceed max_tokens {self.config.max_tokens}")

@@ -128,14 +128,14 @@ class Description:
     @classmethod
     def from_json(cls, text: str, path: str) -> "Description":
         """The inverse; FormatError for anything that docs/format.md does not describe."""
-        damaged = f"{path} is damaged: restore it, or move the directory away and start a new store"
+        damaged = f"{path} is damaged: restore it, or move the directory away and start anew"
         try:
             data = json.loads(text)
             if data["format"] != "kvio-store" or not isinstance(data["version"], int):
                 raise ValueError("not a kvio store")
             if data["version"] != VERSION:
-                raise FormatError(errno.EPROTO, f"{path} has format version {data['version']}, this kvio "
-                                  f"reads version {VERSION}: use a kvio that knows it")
+                raise FormatError(errno.EPROTO, f"{path} has format version {data['version']}, "
+                                  f"this kvio reads version {VERSION}: use a newer kvio")
             layout = BlockLayout.from_dict(data["layout"])
             segment = data["segment"]
             geometry = Geometry(*(segment[name] for name in _GEOMETRY[:3]))
@@ -157,13 +157,14 @@ def read_description(folder: str) -> Description | None:
     path = os.path.join(folder, JSON_NAME)
     try:
         with open(path, encoding="utf-8") as file:
-            return Description.from_json(file.read(), path)
+            text = file.read()
     except FileNotFoundError:
         return None
     except UnicodeDecodeError:
         raise FormatError(errno.EBADMSG, f"{path} is damaged: it is not text") from None
     except OSError as failed:
         raise StoreError(failed.errno, f"cannot read {path}") from failed
+    return Description.from_json(text, path)
 
 
 def create_description(folder: str, layout: BlockLayout, geometry: Geometry) -> Description:

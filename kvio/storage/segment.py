@@ -172,7 +172,8 @@ class Writer:
         return segment
 
     def _take(self, segment, count):
-        taken = [(segment.number, *segment.free.pop()) for _ in range(min(count, len(segment.free)))]
+        reused = min(count, len(segment.free))
+        taken = [(segment.number, *segment.free.pop()) for _ in range(reused)]
         taken.sort(key=lambda place: place[1])
         new = min(count - len(taken), segment.slots - segment.next_slot)
         if new > 0:

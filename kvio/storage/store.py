@@ -244,9 +244,9 @@ class BlockStore:
 
         def on_drain():
             pool.unpin(ids)
-            drained(batch, blocks)
             with self._lock:
                 self._harvest()
+                drained(batch, blocks)
 
         what = f"{'write' if write else 'read'} of {len(ids)} blocks, ring {ring.name}"
         transfer = Transfer(batch, what, keep=(pool, ring, self), on_drain=on_drain,
@@ -289,20 +289,23 @@ class BlockStore:
                                suspect=suspect)
 
     def _read_drained(self, batch, blocks):
-        """Copies that turned out to be bad leave the index, so that a write stores them anew."""
+        """Copies that turned out to be bad leave the index, so that a write stores them anew.
+        The caller holds the lock."""
         status = np.asarray(batch.status)
+        if not status.any():
+            self._counts["hit_blocks"] += len(status)
+            return
         asked = blocks["status"] == -errno.EINPROGRESS
         lost = asked & np.isin(-status, _LOST)
-        with self._lock:
-            self._counts["hit_blocks"] += int(np.count_nonzero(status == 0))
-            self._counts["missed_blocks"] += int(np.count_nonzero(~asked))
-            self._counts["lost_blocks"] += int(np.count_nonzero(lost))
-            for i in np.flatnonzero(lost):
-                known = self._index.remove(blocks[i])
-                # A slot whose device fails (EIO) is not used again.
-                if known and self._writer.owns(int(blocks[i]["segment"])) and \
-                        status[i] != -errno.EIO:
-                    self._give_back(blocks[i], was_valid=True, suspect=True)
+        self._counts["hit_blocks"] += int(np.count_nonzero(status == 0))
+        self._counts["missed_blocks"] += int(np.count_nonzero(~asked))
+        self._counts["lost_blocks"] += int(np.count_nonzero(lost))
+        for i in np.flatnonzero(lost):
+            known = self._index.remove(blocks[i])
+            # A slot whose device fails (EIO) is not used again.
+            if known and self._writer.owns(int(blocks[i]["segment"])) and \
+                    status[i] != -errno.EIO:
+                self._give_back(blocks[i], was_valid=True, suspect=True)
 
     def _written(self, status):
         bad = np.flatnonzero(status)
@@ -315,6 +318,16 @@ class BlockStore:
         raise TransferError(code, f"write to {self.path}: {len(bad)} of {len(status)} blocks were "
                             f"not stored, first block {first}: {errno_name(code)}; {remedy}. "
                             "All other blocks are intact", status)
+
+    def _forget(self, keys):
+        """Drop blocks that this store has written; their slots are used again, invalidated
+        first. What an evictor will do."""
+        with self._lock:
+            self._harvest()
+            rows = self._index.find(as_keys(keys))
+            for place in self._index.places(rows[rows >= 0]):
+                if self._writer.owns(int(place["segment"])) and self._index.remove(place):
+                    self._give_back(place, was_valid=True, suspect=False)
 
     # ---- memory ----
 
@@ -338,7 +351,7 @@ class BlockStore:
         return number
 
     def _announce(self, ring):
-        code = 0 if self._announced else ring._ring.stats()["register_errno"]
+        code = 0 if self._announced else ring._ring.register_errno
         if code:
             self._announced = True
             warnings.warn(f"pool memory could not be registered with io_uring "
