@@ -2,6 +2,7 @@
 import asyncio
 import errno
 import select
+import signal
 import threading
 
 import numpy as np
@@ -268,6 +269,24 @@ def test_wait_gives_up_and_the_transfer_goes_on(virtual):
     assert completion.in_flight() == before + 1
     threading.Timer(0.01, virtual.fabric.advance, [4096]).start()
     assert transfer.wait(30) is None
+
+
+def test_a_signal_gets_through_a_wait(virtual):
+    pair, before = Pair(virtual, bytes_per_s=GB), completion.in_flight()
+    transfer = pair.peer.read(pair.read(0, 0, 4096))
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+    old = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        with pytest.raises(KeyboardInterrupt):
+            transfer.wait()                         # for ever: the clock stands still
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert completion.in_flight() == before + 1     # it goes on and keeps its memory
+    assert finish(virtual, transfer) == [4096]
 
 
 def test_cancel_gives_up_what_has_not_started(virtual):
