@@ -75,8 +75,9 @@ class DecodeEngine(Node):
 
     async def stop(self) -> None:
         """End the loop; sequences still in it are cancelled."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        task, self._task = self._task, None         # its traceback would keep the HBM alive
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     async def decode(self, sequence: Sequence, mover: Mover | None) -> None:
         """Generate the rest of a request's tokens, then wait until its full blocks are stored.

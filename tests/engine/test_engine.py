@@ -1,6 +1,7 @@
 """The reference engine end to end: real files, rings and NIC queues under a tiny exact model, and
 under timed stand-in compute. What the demo shows at length is proven here, byte for byte."""
 import asyncio
+import gc
 import glob
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvio.engine.workload import run_sessions
 from kvio.errors import InvalidArgument, TransferError
 from kvio.layout import BlockLayout, block_keys
 from kvio.loader import persist_plan, read_plan, traffic
-from kvio.memory import POISON, BlockPool
+from kvio.memory import POISON, BlockAllocator, BlockPool
 from kvio.storage import BlockStore
 from kvio.storage import format as fmt
 
@@ -290,6 +291,17 @@ def test_cancelling_at_any_moment_leaves_nothing_behind(tmp_path, steps):
     with BlockStore.open(tmp_path, TIMED) as store:
         asyncio.run(main(store))
     assert completion.in_flight() == 0
+
+
+def test_a_closed_cluster_leaves_no_memory_to_the_garbage_collector(tmp_path):
+    gc.collect()
+    gc.disable()
+    try:
+        run("dualpath", tmp_path, conf=config(TIMED), compute=timed_compute)
+        pools = [o for o in gc.get_objects() if isinstance(o, BlockAllocator)]
+        assert pools == []
+    finally:
+        gc.enable()
 
 
 def test_bad_requests_are_refused(tmp_path):
