@@ -57,7 +57,8 @@ class BlockStore:
         self._index, self.scan = Index(), Scan()
         self._writer = Writer(path, description, self._files, durable=durability == "durable",
                               capacity_bytes=capacity_bytes)
-        self._rings, self._default = weakref.WeakSet(), None
+        self._rings, self._default = set(), None      # rings that are open
+        self._ring_numbers = itertools.count()
         self._regions = {}              # id(pool) -> (weak reference, region number)
         self._writing = []              # [(batch, slots)] whose blocks the index does not know
         self._announced = False
@@ -153,7 +154,8 @@ class BlockStore:
 
     def open_ring(self, *, read_bytes_per_s: int = 0, write_bytes_per_s: int = 0,
                   name: str | None = None, window_ns: int = 1_000_000_000) -> Ring:
-        """A further ring, each direction paced to an emulated bandwidth (0: unpaced)."""
+        """A further ring, each direction paced to an emulated bandwidth (0: unpaced). It lives
+        until it or the store is closed."""
         if read_bytes_per_s < 0 or write_bytes_per_s < 0 or window_ns <= 0:
             raise InvalidArgument("bandwidths must not be negative and window_ns positive")
         with self._lock:
@@ -164,7 +166,7 @@ class BlockStore:
             except OSError as failed:
                 raise BackendUnavailable(failed.errno, f"cannot open another ring ({self.backend})"
                                          ": close some, or raise ulimit -n and -l") from failed
-            ring = Ring(self, name or f"ring{len(self._rings)}", ring)
+            ring = Ring(self, name or f"ring{next(self._ring_numbers)}", ring)
             self._rings.add(ring)
         return ring
 
@@ -334,9 +336,13 @@ class BlockStore:
     def _region(self, pool):
         """A number for the pool's memory that no other memory ever gets: a registration must not
         outlive its pages."""
-        known = self._regions.get(id(pool))
-        if known is not None and known[0]() is pool:
-            return known[1]
+        with self._lock:
+            known = self._regions.get(id(pool))
+            if known is not None and known[0]() is pool:
+                return known[1]
+            return self._new_region(pool)
+
+    def _new_region(self, pool):
         number, store = next(_region_numbers), weakref.ref(self)
 
         def gone(_, key=id(pool)):
