@@ -8,7 +8,8 @@ import errno as _errno
 import os as _os
 
 __all__ = [
-    "BackendUnavailable", "BlocksMissing", "Busy", "Closed", "FormatError", "InvalidArgument", "KvioError",
+    "BackendUnavailable", "BlocksMissing", "Busy", "Closed", "FormatError", "InvalidArgument",
+    "KvioError",
     "LayoutMismatch", "ModelMissing", "OutOfBlocks", "StoreError", "TransferError",
     "TransferTimeout", "errno_name",
 ]

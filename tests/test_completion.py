@@ -114,10 +114,12 @@ def test_memory_outlives_a_forgotten_transfer_until_it_has_drained():
     del memory
     gc.collect()
     assert gone() is not None                           # a device may still write it
+    completion.reap()
+    assert gone() is not None
     handle.finish()
     assert completion.reap() >= 1
     gc.collect()
-    assert gone() is None and completion.in_flight() == before - 1
+    assert gone() is None and completion.in_flight() < before
 
 
 def test_await_wakes_through_the_eventfd():
