@@ -48,10 +48,13 @@ class TrafficClass:
     tclass: int
 
     def __post_init__(self):
-        if not 0 <= self.sl <= 15 or not 0 <= self.tclass <= 255:
-            raise InvalidArgument(f"traffic class {self.name!r}: sl must lie in 0..15 and tclass "
-                                  f"in 0..255, not {self.sl} and {self.tclass}")
+        for value, most in (self.sl, 15), (self.tclass, 255):
+            if not isinstance(value, int) or not 0 <= value <= most:
+                raise InvalidArgument(f"traffic class {self.name!r}: sl must lie in 0..15 and "
+                                      f"tclass in 0..255, not {self.sl!r} and {self.tclass!r}")
 
+
+_MASK = 2**64 - 1
 
 COLLECTIVE = TrafficClass("collective", 0, 184)
 KV = TrafficClass("kv", 2, 32)          # not SL 3: expert-parallel kernels use that by default
@@ -124,14 +127,15 @@ class Nic:
         self._classes: dict[str, TrafficClass] = {}
 
     @classmethod
-    def open(cls, device: str = "soft", *, name: str | None = None, fabric: Fabric | str | None = None,
-             bytes_per_s: int = 0, mtu: int = 4096, queue_depth: int = 2048, max_sge: int = 16,
-             clock: str | None = None) -> "Nic":
+    def open(cls, device: str = "soft", *, name: str | None = None,
+             fabric: Fabric | str | None = None, bytes_per_s: int = 0, mtu: int = 4096,
+             queue_depth: int = 2048, max_sge: int = 16, clock: str | None = None) -> "Nic":
         """Open "soft", a NIC in software.
 
         bytes_per_s: link rate each way, 0 = as fast as memory. queue_depth: work requests per
         queue pair; a larger batch is fed in parts. fabric: which network, or its name; clock:
-        "virtual" or "monotonic" makes a network of its own. BackendUnavailable names what a provider lacks on this machine.
+        "virtual" or "monotonic" makes a network of its own. BackendUnavailable names what a
+        provider lacks on this machine.
         """
         provider, _, instance = device.partition(":") if isinstance(device, str) else ("", "", "")
         if provider in ("verbs", "cuda"):
@@ -235,7 +239,7 @@ class Nic:
         for nic, peer in (self, here), (listener.nic, there):
             nic._peers.add(peer)
             nic._classes.update((c.name, c) for c in classes)
-        there.passive = True
+        there.listener = listener
         listener._accepted.append(there)
         return here
 
@@ -333,7 +337,7 @@ class Peer:
     def __init__(self, nic, remote, classes):
         """Use `Nic.connect` or `Listener.accept`."""
         self.nic, self.remote_name, self.classes = nic, remote.name, classes
-        self.passive, self._other = False, None
+        self.listener, self._other = None, None     # the listener: of the passive end
         self._qps = {}
         for c in classes:
             qp = _nic.QueuePair(nic._ext, c.sl, c.tclass)
@@ -377,9 +381,9 @@ class Peer:
             if sges is not None and (sges.dtype != SGE_DTYPE or sges.ndim != 1):
                 raise InvalidArgument("sges must be a one-dimensional array of SGE_DTYPE")
             name = traffic_class.name
-            handle = self._qps[name].post(wrs, sges, opcode, local_offset % 2**64,
-                                          remote_offset % 2**64)
-        except (OSError, ValueError, BufferError, AttributeError, KeyError) as wrong:
+            handle = self._qps[name].post(wrs, sges, opcode, int(local_offset) & _MASK,
+                                          int(remote_offset) & _MASK)
+        except (OSError, ValueError, TypeError, BufferError, AttributeError, KeyError) as wrong:
             raise self._explain(wrong, opcode, traffic_class) from None
         return Transfer(handle, self._whats[opcode, name], keep=keep)
 
@@ -413,15 +417,21 @@ class Peer:
         other = self._other
         if other is None or not other._qps:
             raise Closed(f"{self.remote_name} has closed this connection; connect again")
+        failed = [name for name, qp in self._qps.items()
+                  if "ready" != qp.query()["state"] or "ready" != other._qps[name].query()["state"]]
+        for end in self, other:
+            end._check_idle("reset", failed)
+        for name in failed:
+            self._qps[name].reset()
+            other._qps[name].reset()
+            self._join(name)
+
+    def _check_idle(self, what, names=None):
+        self.nic._ext.drive()
         for name, qp in self._qps.items():
-            try:
-                if "error" in (qp.query()["state"], other._qps[name].query()["state"]):
-                    qp.reset()
-                    other._qps[name].reset()
-                    self._join(name)
-            except OSError:
-                raise Busy(f"{qp.label}: transfers are in flight; wait for them, then reset") \
-                    from None
+            if (names is None or name in names) and qp.query()["in_flight"]:
+                raise Busy(f"{qp.label}: transfers are in flight; wait for them or cancel them, "
+                           f"then {what}")
 
     def _join(self, only=None):
         for name, qp in self._qps.items():
@@ -432,22 +442,22 @@ class Peer:
     def close(self) -> None:
         """Give the queue pairs back. Busy while one of our transfers is in flight; the other
         end's transfers fail (RETRY_EXC_ERR)."""
-        for name, qp in list(self._qps.items()):
-            try:
-                qp.close()
-            except OSError:
-                raise Busy(f"{qp.label}: transfers are in flight; wait for them or cancel them, "
-                           "then close") from None
+        if not self.nic._ext.closed:
+            self._check_idle("close")
+        for name in list(self._qps):
+            self._qps[name].close()
             del self._qps[name]
         other, self._other = self._other, None
         self.nic._peers.discard(self)
         if other is not None:
             other._other = None
-            if other.passive:
+            if other.listener is not None:
                 other._lost()
 
     def _lost(self):
         """The far end is gone. What we have in flight fails by itself; then close."""
+        if self in self.listener._accepted:
+            self.listener._accepted.remove(self)
         try:
             self.close()
         except Busy:

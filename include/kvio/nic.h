@@ -58,6 +58,7 @@ struct kvio_domain {
 	pthread_cond_t moved;		/* a batch drained, or a virtual clock advanced */
 	struct kvio_nic *nics;
 	bool has_event_fd;		/* somebody sleeps on it: keep it armed */
+	uint32_t waiting;		/* threads at the lock; atomic */
 };
 
 struct kvio_nic_params {
@@ -108,6 +109,7 @@ struct kvio_qp_info {
 	uint32_t depth;
 	uint32_t max_sge;
 	uint32_t free;			/* work requests that a post would take now */
+	uint32_t in_flight;		/* batches */
 };
 
 enum kvio_post_flags {
@@ -126,6 +128,7 @@ struct kvio_post {
 	uint64_t local_offset;
 	uint64_t remote_offset;
 	uint64_t wr_id;
+	uint64_t event;			/* cuda: start after this CUevent; otherwise 0 */
 	uint32_t count;
 	uint32_t num_sges;
 	uint32_t flags;			/* enum kvio_post_flags */
@@ -145,7 +148,7 @@ struct kvio_counters {
 	uint64_t work_requests;
 	uint64_t signalled;		/* completions that were asked for */
 	uint64_t completions;		/* all, with those of failures */
-	uint64_t errors;		/* work requests that failed, flushes and cancels included */
+	uint64_t errors;		/* work requests that failed, with flushes and cancels */
 	uint64_t tx_packets;
 	uint64_t rx_packets;
 	uint64_t tx_busy_ns;
@@ -169,7 +172,7 @@ struct kvio_nic_ops {
 			 struct kvio_qp **out);
 	int (*qp_connect)(struct kvio_qp *qp, const struct kvio_endpoint *remote);
 	int (*qp_query)(struct kvio_qp *qp, struct kvio_qp_info *out);
-	/* To the error state: what is queued flushes. */
+	/* To the error state: what is queued flushes; at once where no device could write later. */
 	int (*qp_fail)(struct kvio_qp *qp);
 	/* Out of the error state, to be connected again. -EBUSY while something is queued. */
 	int (*qp_reset)(struct kvio_qp *qp);

@@ -33,7 +33,7 @@ static int hold_add(struct kvio_batch *batch, struct kvio_region *region)
 	return 0;
 }
 
-/* Unknown keys are not held: they complete with an error. NULL nic: the far side is out of sight. */
+/* Unknown keys are not held: they complete with an error. NULL: the far side is out of sight. */
 static int hold_key(struct kvio_batch *batch, const struct kvio_nic *nic, uint64_t key)
 {
 	struct kvio_region *region = nic ? kvio_region_find(nic, key) : NULL;

@@ -85,12 +85,14 @@ cdef extern from "kvio/nic.h" nogil:
         uint32_t depth
         uint32_t max_sge
         uint32_t free
+        uint32_t in_flight
     struct kvio_post:
         const kvio_wr *wrs
         const kvio_sge *sges
         uint64_t local_offset
         uint64_t remote_offset
         uint64_t wr_id
+        uint64_t event
         uint32_t count
         uint32_t num_sges
         uint32_t flags

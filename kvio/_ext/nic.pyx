@@ -10,6 +10,7 @@ cimport cython
 from cpython.buffer cimport (PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release,
                              PyObject_GetBuffer)
 from cpython.exc cimport PyErr_CheckSignals
+from libc.errno cimport EBUSY
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 
@@ -84,6 +85,7 @@ cdef class Nic:
     cdef readonly Fabric fabric
     cdef readonly dict owners           # key -> what keeps the region's memory alive
     cdef readonly bint closed
+    cdef int calls                      # inside C without the GIL, on its queue pairs
 
     def __cinit__(self, Fabric fabric not None, uint64_t bytes_per_s, uint32_t mtu,
                   uint32_t queue_depth, uint32_t max_sge):
@@ -168,6 +170,8 @@ cdef class Nic:
             return
         with nogil:
             kvio_nic_drive(self._nic)
+        if self.calls:
+            check(-EBUSY)
         check(kvio_nic_close(self._nic))
         self.closed = True
         self.owners.clear()
@@ -177,6 +181,7 @@ cdef class Nic:
 cdef class QueuePair:
     """One connection in one traffic class. `label` names it in errors."""
     cdef kvio_qp *_qp
+    cdef int calls                      # as Nic.calls
     cdef readonly Nic nic
     cdef readonly Nic remote_nic        # held: its memory is read and written through this
     cdef public str label
@@ -197,6 +202,15 @@ cdef class QueuePair:
             raise ValueError("the queue pair is closed")
         return 0
 
+    cdef void _enter(self) noexcept:
+        """A call that gives up the GIL; close() refuses to free what it uses."""
+        self.calls += 1
+        self.nic.calls += 1
+
+    cdef void _leave(self) noexcept:
+        self.calls -= 1
+        self.nic.calls -= 1
+
     def connect(self, QueuePair other not None):
         """This end only; the other end connects to us."""
         cdef kvio_qp_info info
@@ -215,13 +229,15 @@ cdef class QueuePair:
         check(kvio_qp_query(self._qp, &info))
         return dict(qpn=info.local.qpn, mtu=info.local.mtu, sl=info.local.sl,
                     tclass=info.local.tclass, state=STATES[info.state], depth=info.depth,
-                    max_sge=info.max_sge, free=info.free)
+                    max_sge=info.max_sge, free=info.free, in_flight=info.in_flight)
 
     def fail(self):
         """Into the error state: what is queued flushes."""
         self._check_open()
+        self._enter()
         with nogil:
             kvio_qp_fail(self._qp)
+        self._leave()
 
     def reset(self):
         """Out of the error state, unconnected. EBUSY while something is in flight."""
@@ -231,6 +247,8 @@ cdef class QueuePair:
     def close(self):
         if self._qp is NULL:
             return
+        if self.calls:
+            check(-EBUSY)
         if not self.nic.closed:
             check(kvio_qp_destroy(self._qp))
         self._qp = NULL
@@ -251,22 +269,22 @@ cdef class QueuePair:
             if wr_view.itemsize != sizeof(kvio_wr) or wr_view.len > 0xffffffff:
                 raise ValueError("work requests have 64 bytes each")
             post.wrs, post.count = <kvio_wr *>wr_view.buf, wr_view.len // sizeof(kvio_wr)
+            if sges is not None:
+                PyObject_GetBuffer(sges, &sge_view, PyBUF_C_CONTIGUOUS)
+                post.sges = <kvio_sge *>sge_view.buf
+                post.num_sges = sge_view.len // sizeof(kvio_sge)
             batch = Batch.__new__(Batch)
             batch.qp = self
-            if sges is None:
-                with nogil:
-                    rc = kvio_batch_post(self._qp, &post, &batch._batch)
-            else:
-                PyObject_GetBuffer(sges, &sge_view, PyBUF_C_CONTIGUOUS)
-                post.sges, post.num_sges = <kvio_sge *>sge_view.buf, \
-                    sge_view.len // sizeof(kvio_sge)
-                with nogil:
-                    rc = kvio_batch_post(self._qp, &post, &batch._batch)
+            self._enter()
+            with nogil:
+                rc = kvio_batch_post(self._qp, &post, &batch._batch)
+            self._leave()
+            if sges is not None:
                 PyBuffer_Release(&sge_view)
         finally:
             PyBuffer_Release(&wr_view)
         check(rc)
-        kvio_batch_look(batch._batch, &batch._info)
+        batch._look()
         return batch
 
 
@@ -284,8 +302,10 @@ cdef class Batch:
             kvio_batch_put(self._batch)
 
     cdef bint _look(self) noexcept:
-        kvio_batch_look(self._batch, &self._info)
-        return self._info.drained
+        cdef kvio_batch_info info
+        kvio_batch_look(self._batch, &info)
+        self._info = info
+        return info.drained
 
     def poll(self) -> bool:
         """Drive without blocking; True once every element has drained."""

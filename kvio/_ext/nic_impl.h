@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #ifndef KVIO_NIC_IMPL_H
 #define KVIO_NIC_IMPL_H
-/* What nicbase.c, batch.c and the providers know of each other. Everything under the domain's lock. */
+/* What nicbase.c, batch.c and the providers know of each other, under the domain's lock. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -76,7 +76,13 @@ struct kvio_batch {
 
 static inline void kvio_lock(struct kvio_nic *nic)
 {
-	pthread_mutex_lock(&nic->domain->lock);
+	struct kvio_domain *domain = nic->domain;
+
+	if (pthread_mutex_trylock(&domain->lock) == 0)
+		return;
+	__atomic_add_fetch(&domain->waiting, 1, __ATOMIC_RELAXED);
+	pthread_mutex_lock(&domain->lock);
+	__atomic_sub_fetch(&domain->waiting, 1, __ATOMIC_RELAXED);
 }
 
 static inline void kvio_unlock(struct kvio_nic *nic)

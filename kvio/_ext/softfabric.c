@@ -14,6 +14,7 @@
 #include "softnic.h"
 
 #define DRIVE_BYTES (1u << 20)		/* copied before the lock is given up: some 100 us */
+#define SOFT_LAST_NS (UINT64_MAX / SOFT_TICKS / 2)
 #define SLEEP_NS 2000000u		/* wake to copy: a burst at the end would come late */
 
 uint64_t soft_clock_ns(const struct kvio_fabric *fabric)
@@ -455,7 +456,7 @@ int kvio_fabric_advance(struct kvio_fabric *fabric, uint64_t to_ns)
 	int rc = 0;
 
 	pthread_mutex_lock(&fabric->domain.lock);
-	if (!fabric->is_virtual || to_ns < fabric->virtual_ns || to_ns > UINT64_MAX / SOFT_TICKS / 2)
+	if (!fabric->is_virtual || to_ns < fabric->virtual_ns || to_ns > SOFT_LAST_NS)
 		rc = -EINVAL;
 	else
 		fabric->virtual_ns = to_ns;

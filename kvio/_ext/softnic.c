@@ -137,8 +137,10 @@ static int soft_qp_fail(struct kvio_qp *base)
 {
 	struct soft_qp *qp = (struct soft_qp *)base;
 
-	if (qp->state == KVIO_QP_READY)
+	if (qp->state != KVIO_QP_RESET)
 		soft_fail(qp);
+	for (uint32_t seq = qp->seen; seq != qp->cur; seq++)
+		soft_wqe_at(qp, seq)->end = 0;		/* nothing is left to wait for */
 	return 0;
 }
 
@@ -344,12 +346,17 @@ static int soft_post(struct kvio_qp *base, const struct kvio_post *post)
 	struct soft_nic *nic = soft_nic_of(qp);
 	struct kvio_fabric *fabric = nic->fabric;
 	uint64_t now = fabric->time;
-	uint32_t room = base->depth - (qp->tail - qp->seen);
-	uint32_t count = post->count < room ? post->count : room;
+	uint32_t room, count;
 	bool idle = qp->cur == qp->tail;
 
+	if (qp->seen == qp->tail)	/* empty: reuse the part of the ring that is in the cache */
+		qp->seen = qp->cur = qp->tail = 0;
+	room = base->depth - (qp->tail - qp->seen);
+	count = post->count < room ? post->count : room;
 	if (qp->state == KVIO_QP_RESET)
 		return -ENOTCONN;
+	if (post->event)
+		return -EOPNOTSUPP;
 	if (count == 0)
 		return 0;
 	if (!(post->flags & KVIO_POST_FEED)) {
@@ -381,7 +388,7 @@ void soft_complete(struct soft_qp *qp, const struct soft_wqe *wqe)
 	nic->counters.errors += wqe->status != 0;
 	nic->cq[at] = (struct kvio_wc){
 		.wr_id = wqe->wr.wr_id, .status = wqe->status,
-		.time_ns = soft_ns(nic->fabric, wqe->end),
+		.time_ns = soft_ns(nic->fabric, wqe->end ? wqe->end : nic->fabric->time),
 	};
 }
 
