@@ -306,9 +306,25 @@ int64_t runs_release(struct kvio_ring *ring)
 	return ring->held.head ? ring->held.head->end_ns : -1;
 }
 
+/* What the device has done and only the emulated link still carries is reported at once. */
+static void held_cancel(struct kvio_ring *ring, bool all)
+{
+	struct run_list held = ring->held;
+	struct run *run;
+
+	ring->held = (struct run_list){ NULL, NULL };
+	while ((run = run_list_pop(&held))) {
+		if (all || atomic_load(&run->batch->cancelled))
+			run_report(ring, run);
+		else
+			run_list_push(&ring->held, run);
+	}
+}
+
 /* Takes back what has not started of the batches that were cancelled, or of all. */
 void runs_cancel(struct kvio_ring *ring, bool all)
 {
+	held_cancel(ring, all);
 	for (int d = 0; d < DIRECTIONS; d++) {
 		struct run_list queue = ring->queue[d];
 		struct run *run;

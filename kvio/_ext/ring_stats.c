@@ -57,11 +57,12 @@ void stats_run(struct kvio_ring *ring, struct run *run, int64_t when_ns)
 		++*(write ? &stats->write_blocks : &stats->read_blocks);
 	}
 	*(write ? &stats->write_bytes : &stats->read_bytes) += nbytes;
-	/* Where the device was early, the link's time counts, however late we woke. */
+	/* The link's time counts, however late we woke. */
+	if (run->end_ns && run->end_ns < when_ns)
+		when_ns = run->end_ns;
 	if (nbytes)
-		windows_add(&ring->windows[run->direction], (uint64_t)
-			    (run->step == STEP_DONE && run->end_ns ? run->end_ns : when_ns) /
-			    ring->params.window_ns, nbytes);
+		windows_add(&ring->windows[run->direction],
+			    (uint64_t)when_ns / ring->params.window_ns, nbytes);
 	*busy += (uint64_t)run->busy_ns;
 	if (began && --ring->active_by[run->direction] == 0 && !paced)
 		*busy += (uint64_t)(when_ns - ring->active_since_ns[run->direction]);

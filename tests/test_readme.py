@@ -1,0 +1,20 @@
+"""The README's tour does what it says."""
+import pathlib
+import re
+
+import kvio
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def test_the_tour_runs(tmp_path):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    assert "/tmp/kv" in code
+    exec(compile(code.replace("/tmp/kv", str(tmp_path)), "README.md", "exec"), {})
+
+
+def test_every_public_name_is_there_and_says_what_it_is():
+    for name in kvio.__all__:
+        assert getattr(kvio, name) is not None
+    for name in kvio.errors.__all__:
+        assert getattr(kvio.errors, name).__doc__
