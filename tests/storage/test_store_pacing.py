@@ -61,7 +61,6 @@ def test_batches_follow_each_other_on_the_link(store):
         assert transfer.wait() == each
     ends = [t.stats["completed_ns"] for t in transfers]
     first = transfers[0].stats["submitted_ns"]
-    assert ends == sorted(ends)
     for i, end in enumerate(ends):          # however late we woke, never early
         assert end - first >= link_ns(each * (i + 1), rate) - 4 * each
     # Late wake-ups lose no bandwidth: the link was busy for exactly its bytes.
