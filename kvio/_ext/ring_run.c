@@ -292,7 +292,7 @@ void run_finished(struct kvio_ring *ring, struct run *run)
 			blocks[i].status = run->error;
 	ring->active--;
 	run->step = STEP_DONE;
-	if (run->end_ns > now_ns())
+	if (run->end_ns > now_ns() && !atomic_load(&run->batch->cancelled))
 		run_hold(ring, run);
 	else
 		run_report(ring, run);

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvio._ext import ring as _ring
 from kvio.completion import Transfer
-from kvio.errors import BackendUnavailable, Busy, Closed, InvalidArgument, errno_name
+from kvio.errors import BackendUnavailable, Busy, Closed, errno_name
 
 __all__ = ["ReadQueue", "Ring", "choose_backend"]
 
