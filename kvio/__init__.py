@@ -10,4 +10,10 @@ __version__ = "0.1.0"
 
 __all__ = ["BlockLayout", "BlockPool", "BlockStore", "COLLECTIVE", "KV", "LayerDescriptors",
            "LayerPool", "Nic", "READ", "Region", "Side", "TrafficClass", "Transfer", "WRITE",
-           "block_keys", "errors"]
+           "block_keys", "errors", "get_include"]
+
+
+def get_include() -> str:
+    """The folder to compile against: `#include "kvio/nic.h"` and its neighbours."""
+    import os
+    return os.path.join(os.path.dirname(__file__), "include")

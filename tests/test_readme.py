@@ -1,6 +1,7 @@
 """The README's tour does what it says."""
 import pathlib
 import re
+import subprocess
 
 import kvio
 
@@ -18,3 +19,13 @@ def test_every_public_name_is_there_and_says_what_it_is():
         assert getattr(kvio, name) is not None
     for name in kvio.errors.__all__:
         assert getattr(kvio.errors, name).__doc__
+
+
+def test_c_users_find_the_headers(tmp_path):
+    source = tmp_path / "user.c"
+    source.write_text('#include "kvio/nic.h"\n#include "kvio/ring.h"\n'
+                      "int main(void) { return (int)sizeof(struct kvio_wr) - 64; }\n")
+    command = ["cc", "-std=c11", "-Wall", "-Werror", "-pedantic", "-D_GNU_SOURCE",
+               f"-I{kvio.get_include()}", str(source), "-o", str(tmp_path / "user")]
+    subprocess.run(command, check=True)
+    assert subprocess.run([tmp_path / "user"]).returncode == 0

@@ -24,6 +24,25 @@ import numpy as np
 layout = kvio.layout.BlockLayout(num_layers=2, block_tokens=16, bytes_per_token=256)
 keys = kvio.layout.block_keys(np.arange(64, dtype=np.uint32), layout, namespace=b"wheel")
 assert len(keys) == 4 and (keys["parent"][1:] == keys["key"][:-1]).all()
+import tempfile
+pool = kvio.BlockPool(layout, 4)
+ids = pool.alloc(4)
+for i in ids:
+    pool.full(i)[:] = i + 1
+with tempfile.TemporaryDirectory() as folder, kvio.BlockStore.open(folder, layout) as store:
+    store.write(keys, pool, ids).wait()
+    for i in ids:
+        pool.full(i)[:] = 0
+    assert store.match(keys) == 4 and store.read(keys, pool, ids).wait() == 4
+assert all((pool.full(i) == i + 1).all() for i in ids)
+with kvio.Nic.open("soft") as nic:
+    work = np.zeros(4 * 4096, np.uint8)
+    here, there = nic.register(work), nic.register(pool)
+    nic.listen("here")
+    side = kvio.Side(here.addr, 4096, (0, 0), here.key)
+    layer = kvio.LayerDescriptors(kvio.READ, layout, side, None, pool.side(there.key), ids, 64)
+    nic.connect("here").read(layer.layer(1)).wait()
+assert (work.reshape(4, 4096) == (ids + 1)[:, None]).all()
 """
 
 
