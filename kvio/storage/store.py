@@ -363,7 +363,7 @@ class BlockStore:
             warnings.warn(f"pool memory could not be registered with io_uring "
                           f"({errno_name(code)}): plain buffers serve, at more CPU per byte; "
                           "raise the locked-memory limit (ulimit -l)", RuntimeWarning,
-                          stacklevel=4)
+                          stacklevel=5)
 
     # ---- the rest ----
 
