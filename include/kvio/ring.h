@@ -26,6 +26,7 @@
 enum kvio_block_flags {
 	KVIO_BLOCK_INVALIDATE = 1,	/* write: the slot was valid once, or may have been */
 	KVIO_BLOCK_SUSPECT = 2,		/* out: failed after its header may have been written */
+	KVIO_BLOCK_DURABLE = 4,		/* the payload was synced before the header was written */
 };
 
 /* One block of a batch, 72 bytes. A write fills in crc and generation. */

@@ -11,6 +11,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the format is little-
 
 #define FORMAT_VERSION 1u
 #define PAGE_CRC_AT (KVIO_PAGE - 4)
+#define HEADER_DURABLE 1u
 
 struct header {
 	char magic[4];
@@ -23,7 +24,8 @@ struct header {
 	uint32_t slot;
 	uint32_t tokens;
 	uint32_t payload_crc;
-	uint8_t reserved[40];
+	uint32_t flags;
+	uint8_t reserved[36];
 	uint32_t crc;
 };
 _Static_assert(sizeof(struct header) == KVIO_HEADER_BYTES, "docs/format.md, Block headers");
@@ -35,6 +37,7 @@ void kvio_header_encode(uint8_t *out, const struct kvio_block_io *block, const u
 		.magic = { 'K', 'V', 'B', 'H' }, .version = FORMAT_VERSION,
 		.generation = block->generation, .nbytes = nbytes, .slot = block->slot,
 		.tokens = block->tokens, .payload_crc = block->crc,
+		.flags = block->flags & KVIO_BLOCK_DURABLE ? HEADER_DURABLE : 0,
 	};
 
 	memcpy(header.segment, uuid, 16);
@@ -69,6 +72,7 @@ int kvio_header_decode(const uint8_t *bytes, const uint8_t *uuid, uint32_t slot,
 	out->slot = slot;
 	out->tokens = header.tokens;
 	out->crc = header.payload_crc;
+	out->flags = header.flags & HEADER_DURABLE ? KVIO_BLOCK_DURABLE : 0;
 	memcpy(out->key, header.key, 16);
 	memcpy(out->parent, header.parent, 16);
 	return 1;

@@ -2,7 +2,8 @@
 /*
  * A read: the payload, then the proof that it is the block that was asked for. verify=always
  * compares the payload's CRC with that of the header; verify=never reads the header again after
- * the payload, since a slot may have been given to another block meanwhile.
+ * the payload, since a slot may have been given to another block meanwhile. Blocks that were not
+ * written durably are compared in any case: a power cut can leave their header without them.
  */
 #include "ring_internal.h"
 
@@ -86,7 +87,8 @@ void read_advance(struct kvio_ring *ring, struct run *run)
 		run_finished(ring, run);
 	} else if (run->step == STEP_CHECK) {
 		check_headers(ring, run);
-	} else if (ring->store->params.verify) {
+	} else if (ring->store->params.verify ||
+		   !(run->batch->blocks[run->first].flags & KVIO_BLOCK_DURABLE)) {
 		check_payload(ring, run);
 	} else {
 		read_header_page(ring, run);

@@ -135,6 +135,8 @@ static void write_headers(struct kvio_ring *ring, struct run *run)
 		struct kvio_block_io *block = &run->batch->blocks[i];
 
 		block->generation = ++run->segment->generation;
+		if (ring->store->params.durable)
+			block->flags |= KVIO_BLOCK_DURABLE;
 		kvio_header_encode(header_at(run->segment, block->slot), block,
 				   run->segment->uuid, ring->store->params.block_nbytes);
 	}

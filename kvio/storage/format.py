@@ -50,7 +50,10 @@ PAGE1 = _struct(
 HEADER = _struct(
     HEADER_NBYTES, (0, "magic", "S4"), (4, "version", "<u4"), (8, "segment", "V16"),
     (24, "key", "V16"), (40, "parent", "V16"), (56, "generation", "<u8"), (64, "nbytes", "<u8"),
-    (72, "slot", "<u4"), (76, "tokens", "<u4"), (80, "payload_crc", "<u4"), (124, "crc", "<u4"))
+    (72, "slot", "<u4"), (76, "tokens", "<u4"), (80, "payload_crc", "<u4"),
+    (84, "flags", "<u4"), (124, "crc", "<u4"))
+
+BLOCK_DURABLE, HEADER_DURABLE = 4, 1        # the same flag in BLOCK_IO and on disk
 
 # struct kvio_block_io of include/kvio/ring.h: one block of a batch, and where a block is stored.
 BLOCK_IO = np.dtype([("addr", "<u8"), ("generation", "<u8"), ("segment", "<u4"), ("slot", "<u4"),
@@ -276,6 +279,7 @@ def encode_header(block: np.void, segment: bytes, nbytes: int) -> bytes:
     for name in ("key", "parent", "generation", "slot", "tokens"):
         header[name] = block[name]
     header["nbytes"], header["payload_crc"] = nbytes, block["crc"]
+    header["flags"] = HEADER_DURABLE if block["flags"] & BLOCK_DURABLE else 0
     return seal(header)
 
 

@@ -77,7 +77,8 @@ class BlockStore:
         backend: "uring", "threads", or "auto" (the first that this machine allows; a fall-back
             warns and is named in `backend_reason`).
         verify: "always" checks the CRC of every payload that is read. "never" reads the header
-            again instead, and is allowed in a durable store only.
+            again instead, and is allowed in a durable store only; blocks that an earlier opener
+            wrote without durability are still checked.
         durability: "visible" survives the death of the process once `write` has completed,
             "durable" a power loss as well. `sync` makes visible blocks durable.
         capacity_bytes: what this store object may write before blocks fail with ENOSPC.
@@ -189,7 +190,7 @@ class BlockStore:
             rows = self._index.find(keys)
             blocks = self._index.places(rows)
         blocks["status"] = np.where(rows < 0, -errno.ENOENT, -errno.EINPROGRESS)
-        blocks["flags"] = 0
+        blocks["flags"] &= fmt.BLOCK_DURABLE
         return self._submit(ring, False, blocks, pool, ids, self._read_drained, _usable_prefix)
 
     def _write(self, ring, keys, pool, block_ids):
@@ -275,7 +276,8 @@ class BlockStore:
             stored = np.asarray(batch.status)[to_do] == 0
             self._adopt(blocks[stored])
             for block in blocks[~stored]:
-                self._give_back(block, was_valid=False, suspect=bool(block["flags"]))
+                suspect = bool(block["flags"] & ~np.uint32(fmt.BLOCK_DURABLE))
+                self._give_back(block, was_valid=False, suspect=suspect)
 
     def _adopt(self, blocks):
         for number in np.unique(blocks["segment"]):

@@ -56,6 +56,8 @@ def test_c_reads_what_python_writes():
     assert (count, damaged) == (len(expected), 0)
     for name in ("slot", "generation", "tokens", "crc", "key", "parent"):
         assert out[:count][name].tolist() == [block[name].item() for block in expected]
+    assert out[:count]["flags"].tolist() == [int(block["flags"]) & fmt.BLOCK_DURABLE
+                                             for block in expected]
     assert _ring.scan_headers(data, uuid, 778, out) == (0, len(expected))
     assert _ring.scan_headers(data, bytes(16), 777, out) == (0, len(expected))
 
