@@ -75,9 +75,9 @@ def test_order_and_buffers(path, num_blocks, miss, depth):
 
 def test_labels_are_those_of_the_figures():
     seen = {label for s in read_plan(LAYOUT, "pe", 4, 1).steps for label in s.labels}
-    assert seen == {"PE 1", "PE 2", "PE 3", "PE 4", "PE 5", "PE 6", "DE 7", "PE 8", "PE 9"}
+    assert seen == {f"PE {i}" for i in range(1, 10)}
     seen = {label for s in read_plan(LAYOUT, "de", 4, 1).steps for label in s.labels}
-    assert seen == {"DE 1", "DE 2", "DE 3", "DE 4", "DE 5", "DE 6", "DE 7"}
+    assert seen == {f"DE {i}" for i in range(1, 8)}
 
 
 def test_persisting_a_decoded_block_crosses_the_de_nic_once_each_way():

@@ -2,8 +2,8 @@
 
 A plan names *places*, not machines: `store`, `pe_buffer`, `pe_hbm`, `de_buffer`, `de_hbm`. An
 engine binds them to pools and NICs and carries the steps out; a simulator adds times to the very
-same steps; a test adds up their bytes. The labels are those of the figures in DualPath
-(arXiv 2602.21548, §2 of the paper's data paths), so that any arrow there can be found here.
+same steps; a test adds up their bytes. The labels are those of the arrows in the data-path
+figures of DualPath (arXiv 2602.21548), so that any arrow there can be found here.
 
 PE read path: store -> PE buffer; per layer: PE buffer -> PE HBM (the PE's own NIC, loop-back),
 compute, hit and miss KV -> DE buffer; then DE buffer -> DE HBM.
@@ -115,7 +115,7 @@ def read_plan(layout: BlockLayout, path: str, num_hit_tokens: int, num_miss_toke
         back = (0, total) if path == "pe" else (hits[1], total)
         sent.append(build.add(NIC_WRITE, "pe", PE_HBM, DE_BUFFER, layer, back,
                               (computed[-1], *sent[-1:]),
-                              ("PE 5", "PE 6", "DE 7") if path == "pe" else ()))
+                              ("PE 5", "PE 6", "PE 7") if path == "pe" else ()))
     if path == "pe" and num_hit_tokens:
         build.add(RELEASE, "pe", PE_BUFFER, PE_BUFFER, None, hits, loads[last:])
     build.add(RELEASE, "pe", PE_HBM, PE_HBM, None, (0, total), (computed[last], sent[last]))
