@@ -95,21 +95,21 @@ class DecodeEngine(Node):
             await drained(sequence.persisting)
 
     async def _loop(self):
-        try:
-            while True:
-                if not self._batch and not self._joining:
-                    self._work.clear()
-                    await self._work.wait()
-                self._batch += self._joining
-                self._joining.clear()
-                self._batch = [entry for entry in self._batch if not entry[0].done.done()]
-                if self._batch:
-                    await self._step()
-        except Exception as failure:
-            for sequence, _ in self._batch + self._joining:
-                if not sequence.done.done():
-                    sequence.done.set_exception(failure)
-            raise
+        while True:
+            if not self._batch and not self._joining:
+                self._work.clear()
+                await self._work.wait()
+            self._batch += self._joining
+            self._joining.clear()
+            self._batch = [entry for entry in self._batch if not entry[0].done.done()]
+            if not self._batch:
+                continue
+            try:
+                await self._step()
+            except Exception as failure:            # fails its batch; later requests are served
+                for sequence, _ in self._batch:
+                    if not sequence.done.done():
+                        sequence.done.set_exception(failure)
 
     async def _step(self):
         batch = list(self._batch)
