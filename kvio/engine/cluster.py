@@ -5,8 +5,8 @@ decoded, and its new full blocks are persisted. The engines differ from a real d
 is emulated: bandwidths of NICs (by the soft NIC and paced rings), and HBM (host memory).
 """
 import asyncio
+import contextlib
 from dataclasses import dataclass
-
 
 from kvio.engine.decode import DecodeEngine
 from kvio.engine.prefill import PrefillEngine
@@ -41,6 +41,10 @@ class ClusterConfig:
     beta: int = 1 << 40
     model_name: str = "model"
 
+    def namespace(self, session: str) -> bytes:
+        """What a session's block keys begin with: hits count inside a session only."""
+        return f"{self.model_name}/{session}".encode()
+
 
 class Cluster:
     """Use as `async with Cluster(...) as cluster: await cluster.generate(...)`.
@@ -64,31 +68,38 @@ class Cluster:
         self._fabric = Fabric()
 
     async def __aenter__(self):
-        config = self.config
-        options = {"buffer_blocks": config.buffer_blocks}
-        for i in range(config.num_prefill):
-            self.prefill.append(PrefillEngine(
-                i, f"pe{i}", *self._parts(f"pe{i}"), compute=self._make_compute(),
-                max_tokens=config.max_tokens, depth=config.depth, **options))
-        for i in range(config.num_decode):
-            self.decode.append(DecodeEngine(
-                i, f"de{i}", *self._parts(f"de{i}"), compute=self._make_compute(),
-                hbm_blocks=config.hbm_blocks, **options))
-        self._connect()
+        with contextlib.ExitStack() as stack:
+            self._open(stack)
+            self._to_close = stack.pop_all()        # had it failed, all of it would close now
         for engine in self.decode:
             engine.start()
         return self
 
-    def _parts(self, name):
-        """Layout, storage ring and compute NIC of a node."""
+    def _open(self, stack):
         config = self.config
-        ring = self.store.open_ring(read_bytes_per_s=config.snic_bytes_per_s,
-                                    write_bytes_per_s=config.snic_bytes_per_s,
-                                    name=name) if self.store is not None else None
-        nic = Nic.open("soft", name=name, fabric=self._fabric,
-                       bytes_per_s=config.cnic_bytes_per_s)
+        for i in range(config.num_prefill):
+            self.prefill.append(PrefillEngine(
+                i, f"pe{i}", self.layout, **self._parts(f"pe{i}", stack),
+                max_tokens=config.max_tokens, depth=config.depth))
+        for i in range(config.num_decode):
+            self.decode.append(DecodeEngine(
+                i, f"de{i}", self.layout, **self._parts(f"de{i}", stack),
+                hbm_blocks=config.hbm_blocks))
+        self._connect()
+
+    def _parts(self, name, stack):
+        """What every node has: a storage ring, a compute NIC, arithmetic, a buffer."""
+        config, ring = self.config, None
+        if self.store is not None:
+            ring = stack.enter_context(contextlib.closing(self.store.open_ring(
+                read_bytes_per_s=config.snic_bytes_per_s,
+                write_bytes_per_s=config.snic_bytes_per_s, name=name)))
+        nic = stack.enter_context(contextlib.closing(Nic.open(
+            "soft", name=name, fabric=self._fabric, bytes_per_s=config.cnic_bytes_per_s)))
         nic.listen(name)
-        return self.layout, ring, nic
+        compute = stack.enter_context(contextlib.closing(self._make_compute()))
+        return {"ring": ring, "nic": nic, "compute": compute,
+                "buffer_blocks": config.buffer_blocks}
 
     def _connect(self):
         classes = [COLLECTIVE, KV]
@@ -108,19 +119,19 @@ class Cluster:
     async def __aexit__(self, *exc):
         for engine in self.decode:
             await engine.stop()
-        for engine in self.engines:
-            engine.compute.close()
-            engine.nic.close()
-            if engine.ring is not None:
-                engine.ring.close()
+        self._to_close.close()
 
     async def generate(self, session: str, prompt, num_new_tokens: int) -> EngineRequest:
         """Serve one request: all tokens generated, all its full blocks stored."""
-        namespace = f"{self.config.model_name}/{session}".encode()
+        config, namespace = self.config, self.config.namespace(session)
         prompt = token_array(prompt)
         longest = len(prompt) + num_new_tokens
-        if longest > self.config.max_tokens:
-            raise InvalidArgument(f"{longest} tokens exceed max_tokens {self.config.max_tokens}")
+        if longest > config.max_tokens:
+            raise InvalidArgument(f"{longest} tokens exceed max_tokens {config.max_tokens}")
+        if self.layout.num_blocks(longest) > config.hbm_blocks:     # it would wait for ever
+            raise InvalidArgument(f"{longest} tokens need {self.layout.num_blocks(longest)} blocks "
+                                  f"of HBM, a decode engine has {config.hbm_blocks}: raise "
+                                  "hbm_blocks")
         self._ids += 1
         request = EngineRequest(self._ids, session, prompt, num_new_tokens,
                                 block_keys(prompt, self.layout, namespace),

@@ -216,8 +216,7 @@ def _prime(store, sessions, layout, config):
             compute.write_records(block[layer], tokens, position, layer)
 
     with BlockPool(layout, 64) as pool:
-        prime_store(store, sessions, layout,
-                    lambda s: f"{config.model_name}/{s.name}".encode(), fill, pool)
+        prime_store(store, sessions, layout, config.namespace, fill, pool)
 
 
 def _verdict(results, setting, totals, per_token):

@@ -21,25 +21,19 @@ class Turn:
 
 @dataclass(frozen=True)
 class Session:
-    """An agent: what is stored of it already (`context`), then its turns, one after the other.
-
-    Its blocks are keyed in its own `namespace`: hits count inside a session only.
-    """
+    """An agent: what is stored of it already (`context`), then its turns, one after the other."""
 
     name: str
     turns: tuple[Turn, ...]
     context: tuple[int, ...] = ()
-
-    @property
-    def namespace(self) -> bytes:
-        return self.name.encode()
 
 
 @dataclass(eq=False)
 class EngineRequest:
     """A prompt on its way through the engines, and what became of it.
 
-    Times are monotonic seconds. `hits` and `path` are filled in by the scheduler's route.
+    Times are monotonic seconds. `num_hit_tokens` comes from the store, `path` and `reason` from the
+    scheduler's route.
     """
 
     request_id: int

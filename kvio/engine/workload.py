@@ -89,7 +89,7 @@ def prime_store(store, sessions, layout, namespace_of, fill, pool) -> int:
     count = 0
     for session in sessions:
         tokens = np.asarray(session.context, np.uint32)
-        keys = block_keys(tokens, layout, namespace_of(session))
+        keys = block_keys(tokens, layout, namespace_of(session.name))
         for start in range(0, len(keys), pool.num_blocks):
             part = keys[start:start + pool.num_blocks]
             ids = pool.alloc(len(part))

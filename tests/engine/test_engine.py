@@ -304,8 +304,46 @@ def test_a_closed_cluster_leaves_no_memory_to_the_garbage_collector(tmp_path):
         gc.enable()
 
 
+def test_a_failing_decode_step_fails_its_batch_and_not_the_engine():
+    class FailsOnce(TimedCompute):
+        num_steps = 0
+
+        async def decode_step(self, sequences):
+            FailsOnce.num_steps += 1
+            if FailsOnce.num_steps == 1:
+                raise ArithmeticError("this step")
+            return await super().decode_step(sequences)
+
+    async def main():
+        async with Cluster(config(TIMED), "none", None,
+                           lambda: FailsOnce(TIMED, 2e-6, 1e-5)) as cluster:
+            with pytest.raises(ArithmeticError, match="this step"):
+                await cluster.generate("agent", range(50), 4)
+            request = await asyncio.wait_for(cluster.generate("agent", range(50), 4), 30)
+            assert request.finished
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_cluster_that_cannot_be_opened_closes_what_it_has_opened(tmp_path):
+    uneven = BlockLayout(3, 16, [64, 32, 64])
+
+    async def main(store):
+        with pytest.raises(InvalidArgument, match="equal size"):
+            async with Cluster(config(uneven), "basic", store, timed_compute):
+                pass
+
+    with BlockStore.open(tmp_path, uneven) as store:
+        asyncio.run(main(store))
+        assert store.stats()["rings"] == {}
+    gc.collect()                                        # a NIC that was left open warns here
+
+
 def test_bad_requests_are_refused(tmp_path):
     async def main():
+        async with Cluster(config(hbm_blocks=2), "none", None, model_compute) as cluster:
+            with pytest.raises(InvalidArgument, match="hbm_blocks"):
+                await asyncio.wait_for(cluster.generate("a", range(33), 1), 30)
         async with Cluster(config(), "none", None, model_compute) as cluster:
             for prompt, new in ((range(600), 1), ([], 1), ([1], 0), ([-1], 1)):
                 with pytest.raises(InvalidArgument):
