@@ -217,13 +217,24 @@ def test_freed_buffers_and_hbm_hold_nothing_but_poison(tmp_path):
         for engine in cluster.prefill:
             assert engine.num_requests == engine.num_tokens == 0
             assert engine.read_queue_tokens == 0
-            while not engine._workspaces.empty():
-                space = engine._workspaces.get_nowait()
-                space.poison(0, space.max_tokens)       # what the next request's load finds
-                assert (space.slot(0, space.max_tokens) == POISON).all()
 
     run("dualpath", tmp_path, look=look)
     assert completion.in_flight() == 0
+
+
+def test_prefill_finds_poison_where_kv_is_still_to_be_computed(tmp_path):
+    """HBM slots are used again by later layers and requests; what those left must be gone."""
+    seen = []
+
+    class Looks(TimedCompute):
+        async def prefill_layer(self, state, layer, slot, ready_s):
+            fresh = slot[state.num_hits:len(state.tokens)]
+            seen.append(bool((fresh == POISON).all()))
+            return await super().prefill_layer(state, layer, slot, ready_s)
+
+    run("dualpath", tmp_path, sessions(2), config(TIMED, depth=1),
+        lambda: Looks(TIMED, 2e-6, 1e-5))
+    assert len(seen) == 2 * 3 * TIMED.num_layers and all(seen)
 
 
 @pytest.mark.parametrize("decode", [1, 2])
