@@ -19,11 +19,13 @@ blocks there) and the memory becomes anybody's.
 """
 import asyncio
 import errno
+import os
 import threading
 import weakref
 
 import numpy as np
 
+from kvio import memory
 from kvio.errors import TransferError, TransferTimeout, errno_name
 
 __all__ = ["Transfer", "in_flight", "reap"]
@@ -138,11 +140,24 @@ def in_flight() -> int:
 def reap() -> int:
     """Look at transfers nobody waits for and let go of those that have drained; returns how many.
 
-    Pools call it before they say that they are out of blocks.
+    Pools call it before they say that they are out of blocks or busy.
     """
     with _lock:
         waiting = list(_in_flight)
     return sum(1 for transfer in waiting if transfer.done)
+
+
+memory.last_resorts.append(reap)
+
+
+def _forget_parents():
+    """A forked child has none of its parent's devices: it must not drive them, nor free them."""
+    global _in_flight, _lock, _of_parents
+    _of_parents, _in_flight, _lock = (_of_parents, _in_flight), set(), threading.Lock()
+
+
+_of_parents = None
+os.register_at_fork(after_in_child=_forget_parents)
 
 
 class _Driver:

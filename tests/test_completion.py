@@ -10,7 +10,9 @@ import pytest
 
 from kvio import completion
 from kvio.completion import Transfer
-from kvio.errors import TransferError, TransferTimeout
+from kvio.errors import Busy, OutOfBlocks, TransferError, TransferTimeout
+from kvio.layout import BlockLayout
+from kvio.memory import BlockPool
 
 
 class Handle:
@@ -120,6 +122,34 @@ def test_memory_outlives_a_forgotten_transfer_until_it_has_drained():
     assert completion.reap() >= 1
     gc.collect()
     assert gone() is None and completion.in_flight() < before
+
+
+def test_blocks_of_a_forgotten_transfer_come_back_when_they_are_needed():
+    """A transfer that nobody waits for pins its blocks until somebody looks: the pool does."""
+    handle, pool = Handle(), BlockPool(BlockLayout(1, 1, 8), 2)
+    ids = pool.alloc(2)
+    pool.pin(ids)
+    Transfer(handle, "forgotten", on_drain=lambda: pool.unpin(ids))
+    pool.free(ids)
+    with pytest.raises(OutOfBlocks):
+        pool.alloc(1)                                   # the device may still write them
+    with pytest.raises(Busy):
+        pool.close()
+    handle.finish()
+    assert len(pool.alloc(2)) == 2
+    pool.close()
+
+
+def test_a_forked_child_leaves_its_parents_transfers_alone():
+    handle = Handle()
+    transfer = Transfer(handle, "read")
+    before = completion.in_flight()
+    child = os.fork()
+    if child == 0:
+        os._exit(completion.in_flight() + completion.reap())
+    assert os.waitpid(child, 0)[1] == 0 and completion.in_flight() == before
+    handle.finish()
+    transfer.wait()
 
 
 def test_await_wakes_through_the_eventfd():
