@@ -18,7 +18,7 @@ import numpy as np
 
 from kvio.engine.cluster import Cluster, ClusterConfig
 from kvio.engine.compute import ModelCompute, TimedCompute
-from kvio.engine.metrics import SnicSampler, figures
+from kvio.engine.metrics import figures
 from kvio.engine.report import render
 from kvio.engine.request import Session, Turn, predicted_hit_tokens
 from kvio.engine.workload import prime_store, run_sessions, timed_sessions, timed_totals
@@ -95,10 +95,10 @@ async def _serve(config, mode, store, make_compute, sessions, progress, in_step=
         computes.append(make_compute())
         return computes[-1]
 
-    async with Cluster(config, mode, store, tracked) as cluster, SnicSampler(cluster) as sampler:
+    async with Cluster(config, mode, store, tracked) as cluster:
         begin = time.monotonic()
         served = await run_sessions(cluster, sessions, progress, in_step)
-        result = figures(cluster, served, time.monotonic() - begin, sampler)
+        result = figures(cluster, served, time.monotonic() - begin)
     result["kv_errors"] = sum(getattr(c, "num_kv_errors", 0) for c in computes)
     return result, served
 

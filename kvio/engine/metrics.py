@@ -1,43 +1,27 @@
 """Figures of one run of the embedded cluster, as plain data."""
-import asyncio
 import statistics
 
-__all__ = ["SnicSampler", "figures"]
+import numpy as np
+
+__all__ = ["figures", "snic_max_over_avg"]
 
 
-class SnicSampler:
-    """Bytes read by each storage NIC in windows of a second."""
-
-    def __init__(self, cluster, window_s: float = 1.0):
-        self._rings = [e.ring for e in cluster.engines if e.ring is not None]
-        self._window_s, self._task, self.windows = window_s, None, []
-
-    async def __aenter__(self):
-        self._task = asyncio.ensure_future(self._sample())
-        return self
-
-    async def __aexit__(self, *exc):
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _sample(self):
-        before = self._read()
-        while True:
-            await asyncio.sleep(self._window_s)
-            now = self._read()
-            self.windows.append([b - a for a, b in zip(before, now, strict=True)])
-            before = now
-
-    def _read(self):
-        return [ring.stats()["read_bytes"] for ring in self._rings]
-
-    def max_over_avg(self) -> float | None:
-        """Mean over the windows in which any SNIC read; 1 is perfect balance."""
-        ratios = [max(w) / (sum(w) / len(w)) for w in self.windows if sum(w)]
-        return statistics.fmean(ratios) if ratios else None
+def snic_max_over_avg(rings) -> float | None:
+    """Reading balance of storage NICs: max / mean of the bytes read, averaged over the windows (of
+    a second) in which any of them read; 1 is perfect, their number is the worst."""
+    spans = [ring.busy_windows("read") for ring in rings]
+    spans = [(start // window_ns, nbytes) for start, window_ns, nbytes in spans if len(nbytes)]
+    if not spans:
+        return None
+    first = min(start for start, _ in spans)
+    table = np.zeros((len(rings), max(start + len(nbytes) for start, nbytes in spans) - first))
+    for row, (start, nbytes) in zip(table, spans):
+        row[start - first:start - first + len(nbytes)] = nbytes
+    table = table[:, table.any(axis=0)]
+    return float((table.max(axis=0) / table.mean(axis=0)).mean())
 
 
-def figures(cluster, served: dict, jct_s: float, sampler: SnicSampler | None) -> dict:
+def figures(cluster, served: dict, jct_s: float) -> dict:
     """Everything the demo reports of a mode, as plain data.
 
     jct_s: until the last agent had its last token and its blocks were stored. ttft: arrival to
@@ -66,7 +50,8 @@ def figures(cluster, served: dict, jct_s: float, sampler: SnicSampler | None) ->
         "doorbells": sum(s["doorbells"] for s in nics.values()),
         "work_requests": sum(s["work_requests"] for s in nics.values()),
         "snics": {},
-        "snic_max_over_avg": sampler.max_over_avg() if sampler else None,
+        "snic_max_over_avg": snic_max_over_avg(
+            [e.ring for e in cluster.engines if e.ring is not None]),
     }
     for engine in cluster.engines:
         if engine.ring is not None:

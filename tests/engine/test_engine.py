@@ -50,7 +50,7 @@ async def serve(mode, store, made, conf, compute, look=None, in_step=True):
         served = await run_sessions(cluster, made, in_step=in_step)
         if look is not None:
             look(cluster, served)
-        result = figures(cluster, served, 1.0, None)
+        result = figures(cluster, served, 1.0)
         errors = sum(getattr(e.compute, "num_kv_errors", 0) for e in cluster.engines)
     return served, result, errors
 
