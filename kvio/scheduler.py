@@ -7,7 +7,7 @@ simulator run the very same code. All ties go to the lowest engine id.
 Vocabulary of the paper: seq_e = `num_requests`, tok_e = `num_tokens`, read_q =
 `read_queue_tokens`, alpha and beta as there, Z = `load_limit`.
 """
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 from kvio.errors import InvalidArgument
@@ -49,7 +49,8 @@ class EngineReport:
     """What an engine says of itself at a fetch.
 
     `read_queue_tokens` is the reading queue of its *node*'s storage NIC, waiting reads included.
-    `free_hbm_tokens` counts only for decode engines: free HBM less what is promised already.
+    `free_hbm_tokens` and `group_id` count only for decode engines: free HBM less what is promised
+    already, and the group (all engines of a node are in one) whose leader fetches for it.
     """
 
     engine_id: int
@@ -58,6 +59,7 @@ class EngineReport:
     num_tokens: int = 0
     read_queue_tokens: int = 0
     free_hbm_tokens: int = 0
+    group_id: int = 0
 
     def __post_init__(self):
         if min(self.num_requests, self.num_tokens, self.read_queue_tokens,
@@ -209,15 +211,17 @@ def pack_prefill(ready, quota_s: float | None = None, attention_time=None) -> li
 class Scheduler:
     """The queues around the decisions: submit requests, fetch routes.
 
-    policy "shorter_queue" is DualPath's, "pe" is Basic (only the prefill side reads). One prefill
-    group and one decode group; `assign_groups` is there for more.
+    policy "shorter_queue" is DualPath's, "pe" is Basic (only the prefill side reads). Decode
+    engines form the groups that their reports name; prefill engines take from one queue.
     """
 
     alpha: int
     beta: int
     policy: str = "shorter_queue"
     _prefill_queue: deque = field(default_factory=deque)
-    _decode_queue: deque = field(default_factory=deque)
+    _decode_queue: deque = field(default_factory=deque)     # without a group yet
+    _group_queues: dict = field(default_factory=dict)       # group_id -> deque
+    _group_tokens: Counter = field(default_factory=Counter)         # tokens in these
     _half: dict = field(default_factory=dict)       # request_id -> {"request", PE: .., DE: ..}
 
     def __post_init__(self):
@@ -242,9 +246,14 @@ class Scheduler:
         entry = self._half.pop(request_id, None)
         if entry is None:
             return False
+        request = entry["request"]
         for queue in (self._prefill_queue, self._decode_queue):
-            if entry["request"] in queue:
-                queue.remove(entry["request"])
+            if request in queue:
+                queue.remove(request)
+        for group, queue in self._group_queues.items():
+            if request in queue:
+                queue.remove(request)
+                self._group_tokens[group] -= request.num_tokens
         return True
 
     def fetch(self, prefill_reports, decode_reports) -> list[Route]:
@@ -258,11 +267,31 @@ class Scheduler:
         for choice in chosen:
             self._prefill_queue.popleft()
             self._half[choice.request_id][PE] = choice
-        chosen, decode = choose_decode(self._decode_queue, decode_reports)
-        for choice in chosen:
-            self._decode_queue.popleft()
-            self._half[choice.request_id][DE] = choice
-        return self._routes(prefill, decode)
+        return self._routes(prefill, self._fetch_decode(decode_reports))
+
+    def _fetch_decode(self, reports):
+        """Both phases; the engines as they would report now."""
+        groups = {}
+        for report in reports:
+            groups.setdefault(report.group_id, []).append(report)
+        if groups:
+            # What waits in a group is no engine's yet, but the group has to serve it all the same.
+            loads = {group: self._group_tokens[group] + sum(e.num_tokens for e in engines)
+                     for group, engines in groups.items()}
+            for request, group in zip(self._decode_queue,
+                                      assign_groups(self._decode_queue, loads), strict=True):
+                self._group_queues.setdefault(group, deque()).append(request)
+                self._group_tokens[group] += request.num_tokens
+            self._decode_queue.clear()
+        after = []
+        for group, engines in sorted(groups.items()):
+            queue = self._group_queues.get(group, deque())
+            chosen, engines = choose_decode(queue, engines)
+            for choice in chosen:
+                self._group_tokens[group] -= queue.popleft().num_tokens
+                self._half[choice.request_id][DE] = choice
+            after += engines
+        return after
 
     def pending_load(self) -> dict:
         """Requests and tokens per (side, engine_id) of requests that wait for their other half."""

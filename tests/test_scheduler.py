@@ -75,6 +75,27 @@ def test_decode_stops_at_the_first_request_that_fits_nowhere():
     assert [c.request_id for c in chosen] == [0]        # 2 would fit, but it is not its turn
 
 
+def test_decode_groups_are_chosen_first_and_do_not_hold_each_other_up():
+    def decode(number, group, **figures):
+        return EngineReport(number, 20 + number, group_id=group, **figures)
+
+    made = Scheduler(10**9, 10**9)
+    for i in range(4):
+        made.submit(request(i))                         # 128 tokens each
+    full = [decode(0, 1, num_tokens=150, free_hbm_tokens=0),
+            decode(1, 2, num_tokens=400, free_hbm_tokens=999)]
+    # Loads 150 and 400: to group 1 (278), 1 (406), 2 (528), 1. Group 1 has no room for any.
+    assert [(r.request_id, r.decode_engine) for r in made.fetch([engine(0)], full)] == [(2, 1)]
+    # Those that wait in group 1 count as its load: 150 + 3 * 128 against 528.
+    made.submit(request(4))
+    full[1] = decode(1, 2, num_tokens=528, free_hbm_tokens=871)
+    assert [(r.request_id, r.decode_engine) for r in made.fetch([engine(0)], full)] == [(4, 1)]
+    assert made.cancel(1) and made.num_waiting == 2
+    roomy = [decode(0, 1, num_tokens=150, free_hbm_tokens=999), full[1]]
+    assert [(r.request_id, r.decode_engine) for r in made.fetch([engine(0)], roomy)] == [
+        (0, 0), (3, 0)]
+
+
 def test_shorter_queue_alternates_within_one_fetch():
     made = Scheduler(alpha=10**9, beta=10**9)
     for i in range(4):
@@ -184,4 +205,4 @@ def test_the_scheduler_reads_no_clock_and_touches_nothing():
     names = {alias.name for node in ast.walk(ast.parse(inspect.getsource(scheduler)))
              if isinstance(node, ast.Import | ast.ImportFrom)
              for alias in getattr(node, "names", [])}
-    assert names == {"deque", "dataclass", "field", "replace", "InvalidArgument"}
+    assert names == {"Counter", "deque", "dataclass", "field", "replace", "InvalidArgument"}
