@@ -252,11 +252,6 @@ class Nic:
         self._ext.drive()
         return self._ext.in_flight
 
-    @property
-    def counters(self) -> dict:
-        """Same as `stats()`."""
-        return self.stats()
-
     def stats(self) -> dict:
         """Plain data. Bytes and packets are counted where packets are copied: `tx_bytes` left
         through this port, `rx_bytes` came in. `by_vl` and `by_class` split them (two classes

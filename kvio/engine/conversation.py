@@ -2,7 +2,7 @@
 
 Each agent opens with a prompt of some 240..255 tokens; three later turns append some 95..120 tokens
 of tool output each. With 16 generated tokens a turn, contexts end between 600 and 625 tokens.
-The agents share their system prompt, so the first Layer Blocks of all three hold the same KV.
+The agents share their system prompt, so the first two blocks of all three hold the same KV.
 """
 import typing
 

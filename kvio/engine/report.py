@@ -36,7 +36,7 @@ def _timed(part):
     lines = [
         "", f"(b) Timed run, {summary['nodes']}: {summary['num_agents']} agents, "
         f"{summary['num_requests']} requests, {summary['hit_bytes'] / 1e9:.2f} GB of hits; "
-        "real bytes, files and queues, sleep in place of arithmetic",
+        "real bytes, files and queues, sleep in place of arithmetic; \"HBM\" is host memory",
         f"    EMULATED: SNIC {emulated['snic_bytes_per_s'] / 1e6:.0f} MB/s a node, CNIC "
         f"{emulated['cnic_bytes_per_s'] / 1e6:.0f} MB/s a direction, "
         f"{emulated['prefill_s_per_new_token'] * 1e6:.0f} us a new token, "

@@ -56,7 +56,7 @@ def test_the_conversation_has_the_sizes_it_promises(tokenizer):
         assert 200 <= len(first) <= 260
         assert all(90 <= len(turn) <= 120 for turn in later)
         contexts.append(first)
-    assert len({tuple(first[:128]) for first in contexts}) == 1     # two Layer Blocks are shared
+    assert len({tuple(first[:128]) for first in contexts}) == 1     # two blocks are shared
     assert len({tuple(first[:192]) for first in contexts}) == 3
 
 
