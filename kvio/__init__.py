@@ -2,9 +2,9 @@
 from kvio import errors
 from kvio.completion import Transfer
 from kvio.layout import READ, WRITE, BlockLayout, LayerDescriptors, Side, block_keys
-from kvio.memory import BlockPool, LayerPool, Region
+from kvio.memory import BlockPool, LayerPool
 from kvio.storage import BlockStore
-from kvio.transfer import COLLECTIVE, KV, Nic, TrafficClass
+from kvio.transfer import COLLECTIVE, KV, Nic, Region, TrafficClass
 
 __version__ = "0.1.0"
 

@@ -5,13 +5,13 @@ All derive from `KvioError` and from the builtin that Python code would catch an
 may raise these.
 """
 import errno as _errno
+import operator as _operator
 import os as _os
 
 __all__ = [
     "BackendUnavailable", "BlocksMissing", "Busy", "Closed", "FormatError", "InvalidArgument",
-    "KvioError",
-    "LayoutMismatch", "ModelMissing", "OutOfBlocks", "StoreError", "TransferError",
-    "TransferTimeout", "errno_name",
+    "KvioError", "LayoutMismatch", "ModelMissing", "OutOfBlocks", "StoreError",
+    "TransferError", "TransferTimeout", "checked_int", "errno_name",
 ]
 
 
@@ -95,3 +95,19 @@ class BlocksMissing(KvioError, LookupError):
     def __init__(self, message: str, num_usable_blocks: int):
         super().__init__(message)
         self.num_usable_blocks = num_usable_blocks
+
+
+def checked_int(name: str, value, least: int, most: int | None = None) -> int:
+    """`value` as an int within [least, most]; InvalidArgument that names it otherwise.
+
+    Takes what Python takes as an index (numpy's integers too), but no bool.
+    """
+    try:
+        number = _operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < least or \
+            (most is not None and number > most):
+        span = f"at least {least}" if most is None else f"{least} to {most}"
+        raise InvalidArgument(f"{name} must be an int, {span}, not {value!r}")
+    return number

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from kvio._ext import block as _block
-from kvio.errors import InvalidArgument
+from kvio.errors import InvalidArgument, checked_int
 
 __all__ = ["BlockLayout", "KEY_DTYPE", "LayerDescriptors", "READ", "SGE_DTYPE", "Side", "WRITE",
            "WR_DTYPE", "block_keys", "root_key", "token_array"]
@@ -41,26 +41,18 @@ class BlockLayout:
 
     num_layers: int
     block_tokens: int = 64
-    bytes_per_token: int | tuple[int, ...] = 0
+    bytes_per_token: int | tuple[int, ...] | None = None
 
     def __post_init__(self):
         for name in ("num_layers", "block_tokens"):
-            value = getattr(self, name)
-            if not _is_int(value) or value <= 0:
-                raise InvalidArgument(f"{name} must be a positive int, not {value!r}")
-            object.__setattr__(self, name, int(value))
+            object.__setattr__(self, name, checked_int(name, getattr(self, name), 1))
         per_layer = self.bytes_per_token
-        if _is_int(per_layer):
-            per_layer = (int(per_layer),) * self.num_layers
-        try:
-            per_layer = tuple(int(n) for n in per_layer if _is_int(n) or _refuse(n))
-        except TypeError:
-            raise InvalidArgument("bytes_per_token must be an int or a sequence of ints, not "
-                                  f"{self.bytes_per_token!r}") from None
-        if len(per_layer) != self.num_layers or min(per_layer) <= 0:
-            raise InvalidArgument(
-                f"bytes_per_token needs {self.num_layers} positive ints, one a layer; got "
-                f"{self.bytes_per_token!r}")
+        if not isinstance(per_layer, (list, tuple, np.ndarray)):
+            per_layer = (per_layer,) * self.num_layers
+        per_layer = tuple(checked_int("bytes_per_token", n, 1) for n in per_layer)
+        if len(per_layer) != self.num_layers:
+            raise InvalidArgument(f"bytes_per_token needs one int for each of {self.num_layers} "
+                                  f"layers, not {len(per_layer)}")
         uniform = len(set(per_layer)) == 1
         object.__setattr__(self, "bytes_per_token", per_layer[0] if uniform else per_layer)
         if max(per_layer) * self.block_tokens > _block.MAX_LENGTH:
@@ -156,14 +148,6 @@ class BlockLayout:
             raise InvalidArgument(f"no preset {name!r}; there are {', '.join(sorted(PRESETS))}")
         config, dtype, layers = PRESETS[name]
         return cls.from_config(config, dtype, block_tokens, layers)
-
-
-def _is_int(value) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _refuse(value):
-    raise TypeError(value)
 
 
 def _itemsize(dtype: str) -> int:

@@ -12,7 +12,7 @@ import warnings
 
 import numpy as np
 
-from kvio.errors import Busy, Closed, InvalidArgument, OutOfBlocks
+from kvio.errors import Busy, Closed, InvalidArgument, OutOfBlocks, checked_int
 from kvio.layout import PAGE, BlockLayout, Side
 
 __all__ = ["BlockAllocator", "BlockPool", "LayerPool", "POISON", "Region", "anonymous",
@@ -100,9 +100,7 @@ class BlockAllocator:
     """Which of `num_blocks` blocks are free, held, or freed but still touched by a transfer."""
 
     def __init__(self, num_blocks: int):
-        if not isinstance(num_blocks, (int, np.integer)) or num_blocks <= 0:
-            raise InvalidArgument(f"num_blocks must be a positive int, not {num_blocks!r}")
-        self.num_blocks = int(num_blocks)
+        self.num_blocks = checked_int("num_blocks", num_blocks, 1)
         self.epoch = np.zeros(self.num_blocks, np.uint64)
         self._free = np.ones(self.num_blocks, bool)
         self._pins = np.zeros(self.num_blocks, np.int32)
@@ -118,8 +116,7 @@ class BlockAllocator:
     def alloc(self, num_blocks: int) -> np.ndarray:
         """Block ids (int64), adjacent where possible: the smallest run that fits, else the
         longest runs. OutOfBlocks if there are too few; then nothing is handed out."""
-        if num_blocks < 0:
-            raise InvalidArgument(f"cannot allocate {num_blocks} blocks")
+        num_blocks = checked_int("num_blocks", num_blocks, 0)
         if self.num_free < num_blocks and self._leaving.any():
             _look_again()
         with self._lock:
@@ -247,16 +244,13 @@ class BlockPool(BlockAllocator):
 
     def layer(self, block_id: int, layer: int) -> np.ndarray:
         """A view of a Layer Block: uint8 `[block_tokens, bytes]`."""
-        if not 0 <= layer < self.layout.num_layers:
-            raise InvalidArgument(f"layer {layer} of {self.layout.num_layers}")
+        layer = checked_int("layer", layer, 0, self.layout.num_layers - 1)
         start, stop = self.layout.layer_offsets[layer:layer + 2]
         return self._rows[self._one(block_id), start:stop].reshape(self.layout.block_tokens, -1)
 
     def _one(self, block_id):
         self._check_open()
-        if not 0 <= block_id < self.num_blocks:
-            raise InvalidArgument(f"block {block_id} of {self.num_blocks}")
-        return block_id
+        return checked_int("block_id", block_id, 0, self.num_blocks - 1)
 
     def _clear(self, ids):
         if self._poison:
@@ -297,7 +291,7 @@ class LayerPool(BlockAllocator):
 
     def layer(self, layer: int) -> np.ndarray:
         """A view of all Layer Blocks of a layer: uint8 `[num_blocks, block_tokens, bytes]`."""
-        return self._rows[layer]
+        return self._rows[checked_int("layer", layer, 0, self.layout.num_layers - 1)]
 
     def records(self, block_id: int, offset: int) -> np.ndarray:
         """A view of one token's records, layer by layer: uint8 `[num_layers, bytes]`."""

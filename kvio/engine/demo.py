@@ -62,6 +62,14 @@ class TimedSetting:
         load_s = totals["hit_bytes"] / self.snic_bytes_per_s
         return load_s / self.load_compute_ratio / totals["miss_tokens"]
 
+    def thresholds(self, totals: dict) -> dict:
+        """The scheduler's alpha (tokens that a SNIC reads in 3 s) and beta (tokens that an engine
+        prefills in 5 s, hits included). Source: DualPath §6."""
+        alpha = 3 * self.snic_bytes_per_s / sum(self.layout.layer_bytes_per_token)
+        compute_s = totals["miss_tokens"] * self.prefill_s_per_token(totals)
+        beta = 5 * (totals["hit_tokens"] + totals["miss_tokens"]) / compute_s
+        return {"alpha": int(alpha), "beta": int(beta)}
+
 
 class Progress:
     """One line on stderr that says where the run is."""
@@ -190,7 +198,7 @@ def timed_part(setting: TimedSetting = TimedSetting(), folder=None, progress=Non
     config = ClusterConfig(
         layout, setting.num_prefill, setting.num_decode, setting.snic_bytes_per_s,
         setting.snic_bytes_per_s * setting.cnic_per_snic, buffer_blocks=640, hbm_blocks=1600,
-        depth=setting.depth, model_name="timed")
+        depth=setting.depth, model_name="timed", **setting.thresholds(totals))
     results, tokens = {}, {}
     for mode in modes:
         with _fresh_store(folder, layout) as store:
@@ -226,7 +234,8 @@ def _verdict(results, setting, totals, per_token):
         "nodes": setting.name, "num_agents": setting.num_agents, **totals,
         "load_compute_ratio": load_s / (totals["miss_tokens"] * per_token),
         "ideal_speedup": min(setting.load_compute_ratio,
-                             setting.num_prefill + setting.num_decode),
+                             float(setting.num_prefill + setting.num_decode)),
+        **setting.thresholds(totals),
         "emulated": {"snic_bytes_per_s": setting.snic_bytes_per_s,
                      "cnic_bytes_per_s": setting.snic_bytes_per_s * setting.cnic_per_snic,
                      "prefill_s_per_new_token": per_token, "decode_step_s": setting.decode_s,

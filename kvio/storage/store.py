@@ -21,7 +21,7 @@ import numpy as np
 from kvio._ext import ring as _ring
 from kvio.completion import Transfer
 from kvio.errors import (BackendUnavailable, Busy, Closed, InvalidArgument, LayoutMismatch,
-                         StoreError, TransferError, errno_name)
+                         StoreError, TransferError, checked_int, errno_name)
 from kvio.layout import BlockLayout
 from kvio.storage import format as fmt
 from kvio.storage.format import BLOCK_IO, as_keys, key_list
@@ -86,8 +86,12 @@ class BlockStore:
 
         LayoutMismatch, FormatError, StoreError, BackendUnavailable or InvalidArgument.
         """
-        _check_options(layout, backend, verify, durability, capacity_bytes, queue_depth)
-        path = os.path.abspath(os.fspath(path))
+        _check_options(layout, backend, verify, durability, capacity_bytes, segment_bytes,
+                       queue_depth)
+        try:
+            path = os.path.abspath(os.fspath(path))
+        except TypeError:
+            raise InvalidArgument(f"path must be a str or os.PathLike, not {path!r}") from None
         backend, reason = choose_backend(backend)
         description = _describe(path, layout, segment_bytes, create)
         store = cls(path, layout, description, backend=backend, backend_reason=reason,
@@ -157,8 +161,9 @@ class BlockStore:
                   name: str | None = None, window_ns: int = 1_000_000_000) -> Ring:
         """A further ring, each direction paced to an emulated bandwidth (0: unpaced). It lives
         until it or the store is closed."""
-        if read_bytes_per_s < 0 or write_bytes_per_s < 0 or window_ns <= 0:
-            raise InvalidArgument("bandwidths must not be negative and window_ns positive")
+        checked_int("read_bytes_per_s", read_bytes_per_s, 0)
+        checked_int("write_bytes_per_s", write_bytes_per_s, 0)
+        checked_int("window_ns", window_ns, 1)
         with self._lock:
             self._check_open()
             try:
@@ -437,7 +442,8 @@ def _usable_prefix(status) -> int:
     return int(bad[0]) if len(bad) else len(status)
 
 
-def _check_options(layout, backend, verify, durability, capacity_bytes, queue_depth):
+def _check_options(layout, backend, verify, durability, capacity_bytes, segment_bytes,
+                   queue_depth):
     if not isinstance(layout, BlockLayout):
         raise InvalidArgument(f"layout must be a BlockLayout, not {type(layout).__name__}")
     for name, value, allowed in (("backend", backend, ("auto", "uring", "threads")),
@@ -448,10 +454,10 @@ def _check_options(layout, backend, verify, durability, capacity_bytes, queue_de
     if verify == "never" and durability != "durable":
         raise InvalidArgument("verify='never' needs durability='durable': without fdatasync a "
                               "power cut can leave a header whose payload never arrived")
-    if capacity_bytes is not None and capacity_bytes <= 0:
-        raise InvalidArgument(f"capacity_bytes must be positive, not {capacity_bytes}")
-    if not 1 <= queue_depth <= 4096:
-        raise InvalidArgument(f"queue_depth must lie between 1 and 4096, not {queue_depth}")
+    if capacity_bytes is not None:
+        checked_int("capacity_bytes", capacity_bytes, 1)
+    checked_int("segment_bytes", segment_bytes, 1)
+    checked_int("queue_depth", queue_depth, 1, 4096)
 
 
 def _describe(path, layout, segment_bytes, create):

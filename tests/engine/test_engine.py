@@ -258,6 +258,22 @@ def test_small_buffers_make_requests_wait_not_fail(tmp_path):
     assert errors == 0 and all(r.finished for rs in served.values() for r in rs)
 
 
+def test_overloaded_prefill_engines_make_requests_wait(tmp_path):
+    """beta admits one request an engine at a time; two engines share the work."""
+    conf = config(TIMED, num_prefill=2, beta=1, alpha=1)
+    seen = set()
+
+    def look(cluster, served):
+        seen.update(r.reason.split("PE: ")[1].split(" reading")[0]
+                    for rs in served.values() for r in rs)
+        assert all(e.nic.stats()["rx_bytes"] for e in cluster.prefill)
+
+    served, _, errors = run("dualpath", tmp_path, sessions(6), conf, timed_compute, look,
+                            in_step=False)
+    assert errors == 0 and all(r.finished for rs in served.values() for r in rs)
+    assert seen and seen <= {"short", "long"}
+
+
 def test_a_full_store_costs_reuse_and_nothing_else(tmp_path):
     none, _, _ = run("none")
     served, result, _ = run("basic", tmp_path, capacity_bytes=3 * LAYOUT.stride)
