@@ -59,6 +59,7 @@ class DecodeEngine(Node):
         self.promised_blocks = 0                    # HBM of assigned requests, held or to come
         self.num_persisted_blocks = self.num_persist_failures = 0
         self._batch, self._joining = [], []
+        self._computing, self._computed = None, ()  # the step that runs, and its sequences
         self._work, self._task = asyncio.Event(), None
 
     @property
@@ -92,6 +93,8 @@ class DecodeEngine(Node):
             await asyncio.gather(*sequence.persisting)
         finally:
             sequence.done.cancel()                  # the loop drops it at its next step
+            if sequence in self._computed:          # this one still writes its KV
+                await drained([self._computing])
             await drained(sequence.persisting)
 
     async def _loop(self):
@@ -113,16 +116,29 @@ class DecodeEngine(Node):
 
     async def _step(self):
         batch = list(self._batch)
-        made = await self.compute.decode_step([sequence for sequence, _ in batch])
+        made = await self._compute_step([sequence for sequence, _ in batch])
         for (sequence, mover), (token, margin) in zip(batch, made, strict=True):
+            if sequence.done.done():
+                continue                            # it has left: its blocks are not its own
             sequence.num_tokens += 1
             if mover and sequence.num_tokens % self.layout.block_tokens == 0:
                 block = sequence.num_tokens // self.layout.block_tokens - 1
                 sequence.persisting.append(asyncio.ensure_future(
                     self._persist(sequence, mover, block)))
             sequence.request.add_token(token, margin)
-            if sequence.request.finished and not sequence.done.done():
+            if sequence.request.finished:
                 sequence.done.set_result(None)
+
+    async def _compute_step(self, sequences):
+        """Until it has ended nobody gets the memory of these sequences, whoever is cancelled."""
+        self._computing = asyncio.ensure_future(self.compute.decode_step(sequences))
+        self._computed = sequences
+        try:
+            await asyncio.wait([self._computing])
+            return self._computing.result()
+        finally:
+            await drained([self._computing])
+            self._computing, self._computed = None, ()
 
     async def _persist(self, sequence, mover, block):
         """A block has filled up: HBM -> DRAM -> store."""
