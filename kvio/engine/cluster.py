@@ -121,6 +121,9 @@ class Cluster:
         longest = len(prompt) + num_new_tokens
         if longest > self.config.max_tokens:
             raise InvalidArgument(f"{longest} tokens exceed max_tokens {self.config.max_tokens}")
+        if self.layout.num_blocks(longest) > self.config.hbm_blocks:
+            raise InvalidArgument(f"{longest} tokens need more blocks than a decode engine's HBM "
+                                  f"has ({self.config.hbm_blocks}): enlarge hbm_blocks")
         self._ids += 1
         request = EngineRequest(self._ids, session, prompt, num_new_tokens,
                                 block_keys(prompt, self.layout, namespace),
@@ -155,12 +158,18 @@ class Cluster:
         """Ask the scheduler what can start now; at once, since nobody here is far away."""
         if not self.scheduler.num_waiting:
             return
+        left = False
         for route in self.scheduler.fetch(*self._reports()):
             request, routed = self._waiting.pop(route.request_id)
+            if routed.cancelled():                  # and its task has not heard of it yet
+                left = True
+                continue
             request.path, request.reason = route.path, route.reason
             pe, de = self.prefill[route.prefill_engine], self.decode[route.decode_engine]
             routed.set_result(Serving(request, pe, de, self._movers[pe.engine_id, de.engine_id],
                                       self.fetch))
+        if left:
+            self.fetch()                            # its place is somebody else's
 
     def _reports(self):
         """What the engines say of themselves, and what was promised to them already."""

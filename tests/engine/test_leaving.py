@@ -6,7 +6,10 @@ import pytest
 
 from kvio.engine.cluster import Cluster, ClusterConfig
 from kvio.engine.compute import TimedCompute
+from kvio.engine.node import Buffer
+from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout, block_keys
+from kvio.memory import BlockPool
 from kvio.storage import BlockStore
 
 LAYOUT = BlockLayout(3, 16, 64)
@@ -78,3 +81,49 @@ def test_a_sequence_that_is_cancelled_in_a_step_stores_nothing_and_writes_nothin
 
     with BlockStore.open(tmp_path, LAYOUT) as store:
         asyncio.run(main(store))
+
+
+def test_a_request_that_is_cancelled_in_line_does_not_trip_whoever_makes_room():
+    """Its future is cancelled at once, its task hears of it later; the scheduler knows neither."""
+    async def main():
+        async with cluster() as served:
+            served.decode[0].compute.slow = "first"
+            first = start(served, "first")
+            await served.decode[0].compute.began.wait()
+            second, third = start(served, "second"), start(served, "third")
+            await soon(lambda: served.scheduler.num_waiting == 2)
+            hbm, free = served.decode[0].hbm, served.decode[0].hbm.free
+            hbm.free = lambda ids: (free(ids), second.cancel())     # then `first` makes room
+            served.decode[0].compute.gate.set()
+            await asyncio.gather(first, third)
+            assert second.cancelled() and served.decode[0].promised_blocks == 0
+            assert served.decode[0].num_requests == served.prefill[0].num_requests == 0
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_blocks_are_not_granted_to_a_request_that_is_cancelled_in_line():
+    async def main():
+        buffer = Buffer(BlockPool(LAYOUT, 2))
+        held = await buffer.acquire(2)
+        stays, leaves = (asyncio.ensure_future(buffer.acquire(1)) for _ in range(2))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        buffer.release(held)
+        assert len(await stays) == 1
+        with pytest.raises(asyncio.CancelledError):
+            await leaves
+        assert buffer.pool.num_free == 1
+
+    asyncio.run(main())
+
+
+def test_a_request_that_no_decode_engine_could_hold_is_refused_at_once():
+    """It would wait at the head of the line for ever, and everybody behind it."""
+    async def main():
+        async with cluster(buffer_blocks=64) as served:
+            with pytest.raises(InvalidArgument, match="hbm_blocks"):
+                await served.generate("large", np.arange(100), 10)
+            await served.generate("small", PROMPT, 10)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
