@@ -8,11 +8,11 @@ import asyncio
 from dataclasses import dataclass
 
 
-from kvio.engine.decode import DecodeEngine
+from kvio.engine.decode import DecodeEngine, drained
 from kvio.engine.prefill import PrefillEngine
 from kvio.engine.request import EngineRequest, usable_hits
 from kvio.engine.serving import Serving
-from kvio.errors import InvalidArgument
+from kvio.errors import Closed, InvalidArgument
 from kvio.layout import BlockLayout, block_keys, root_key, token_array
 from kvio.loader import Mover
 from kvio.scheduler import DE, PE, EngineReport, Request, Scheduler
@@ -43,7 +43,8 @@ class ClusterConfig:
 
 
 class Cluster:
-    """Use as `async with Cluster(...) as cluster: await cluster.generate(...)`.
+    """Use as `async with Cluster(...) as cluster: await cluster.generate(...)`. Leaving the block
+    cancels the tasks whose requests are still being served, and waits until these have ended.
 
     `store` is None in mode "none" (nothing is reused or stored); "basic" reads on the prefill
     side only; "dualpath" on the side with the shorter reading queue. `make_compute()` gives each
@@ -61,6 +62,7 @@ class Cluster:
                                    "shorter_queue" if mode == "dualpath" else "pe")
         self.prefill, self.decode, self._movers = [], [], {}
         self._waiting, self._ids = {}, 0            # request_id -> (request, future)
+        self._serving, self._closed = {}, False     # task -> future: until `generate` has ended
         self._fabric = Fabric()
 
     async def __aenter__(self):
@@ -106,6 +108,10 @@ class Cluster:
         return [*self.prefill, *self.decode]
 
     async def __aexit__(self, *exc):
+        self._closed = True
+        for task in self._serving:
+            task.cancel()
+        await drained(list(self._serving.values()))
         for engine in self.decode:
             await engine.stop()
         for engine in self.engines:
@@ -116,6 +122,17 @@ class Cluster:
 
     async def generate(self, session: str, prompt, num_new_tokens: int) -> EngineRequest:
         """Serve one request: all tokens generated, all its full blocks stored."""
+        if self._closed:
+            raise Closed("the cluster is closed")
+        task, ended = asyncio.current_task(), asyncio.get_running_loop().create_future()
+        self._serving[task] = ended
+        try:
+            return await self._generate(session, prompt, num_new_tokens)
+        finally:
+            del self._serving[task]
+            ended.set_result(None)
+
+    async def _generate(self, session, prompt, num_new_tokens):
         namespace = f"{self.config.model_name}/{session}".encode()
         prompt = token_array(prompt)
         longest = len(prompt) + num_new_tokens

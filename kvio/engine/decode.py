@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvio.engine.node import Node
-from kvio.errors import TransferError
+from kvio.errors import Closed, TransferError
 from kvio.layout import block_keys
 from kvio.loader import Binding, persist_plan, run_plan
 from kvio.loader.mover import Mover, Place
@@ -87,6 +87,8 @@ class DecodeEngine(Node):
         try:
             if not sequence.request.finished:
                 await self.compute.begin_decode(sequence)
+                if self._task is None:
+                    raise Closed(f"decode engine {self.name} has stopped")
                 self._joining.append((sequence, mover))
                 self._work.set()
                 await sequence.done
@@ -108,15 +110,19 @@ class DecodeEngine(Node):
                 self._batch = [entry for entry in self._batch if not entry[0].done.done()]
                 if self._batch:
                     await self._step()
-        except Exception as failure:
+        finally:
             for sequence, _ in self._batch + self._joining:
-                if not sequence.done.done():
-                    sequence.done.set_exception(failure)
-            raise
+                sequence.done.cancel()
 
     async def _step(self):
         batch = list(self._batch)
-        made = await self._compute_step([sequence for sequence, _ in batch])
+        try:
+            made = await self._compute_step([sequence for sequence, _ in batch])
+        except Exception as failure:                # theirs; who comes next may fare better
+            for sequence, _ in batch:
+                if not sequence.done.done():
+                    sequence.done.set_exception(failure)
+            return
         for (sequence, mover), (token, margin) in zip(batch, made, strict=True):
             if sequence.done.done():
                 continue                            # it has left: its blocks are not its own

@@ -4,10 +4,11 @@ import asyncio
 import numpy as np
 import pytest
 
+from kvio import completion
 from kvio.engine.cluster import Cluster, ClusterConfig
 from kvio.engine.compute import TimedCompute
 from kvio.engine.node import Buffer
-from kvio.errors import InvalidArgument
+from kvio.errors import Closed, InvalidArgument
 from kvio.layout import BlockLayout, block_keys
 from kvio.memory import BlockPool
 from kvio.storage import BlockStore
@@ -125,5 +126,37 @@ def test_a_request_that_no_decode_engine_could_hold_is_refused_at_once():
             with pytest.raises(InvalidArgument, match="hbm_blocks"):
                 await served.generate("large", np.arange(100), 10)
             await served.generate("small", PROMPT, 10)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_leaving_the_cluster_ends_what_is_being_served(tmp_path):
+    async def main(store):
+        async with cluster(store) as served:
+            served.decode[0].compute.slow = "decoding"
+            tasks = [start(served, "decoding"), start(served, "waiting")]
+            await served.decode[0].compute.began.wait()
+            asyncio.get_running_loop().call_later(0.02, served.decode[0].compute.gate.set)
+        assert all(task.cancelled() for task in tasks)
+        with pytest.raises(Closed):
+            await served.generate("late", PROMPT, 1)
+
+    with BlockStore.open(tmp_path, LAYOUT) as store:
+        asyncio.run(asyncio.wait_for(main(store), 20))
+    assert completion.in_flight() == 0
+
+
+def test_a_decode_step_that_fails_fails_its_requests_and_no_later_one():
+    async def main():
+        async with cluster() as served:
+            compute, step = served.decode[0].compute, served.decode[0].compute.decode_step
+
+            async def failing(sequences):
+                compute.decode_step = step
+                raise ArithmeticError("once")
+            compute.decode_step = failing
+            with pytest.raises(ArithmeticError):
+                await served.generate("first", PROMPT, 10)
+            await served.generate("second", PROMPT, 10)
 
     asyncio.run(asyncio.wait_for(main(), 20))
