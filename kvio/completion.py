@@ -145,48 +145,58 @@ def reap() -> int:
     return sum(1 for transfer in waiting if transfer.done)
 
 
-class _Driver:
-    """Polls soft NICs from an event loop: one reader per drive fd, shared by all who wait."""
+class _Readers:
+    """What an event loop watches for those who await transfers: the eventfd of each handle, and
+    the drive fd of each fabric of soft NICs. A loop has one reader a descriptor, but any number
+    of tasks may await one transfer, and any number of transfers are of one fabric."""
 
-    def __init__(self, loop):
-        self.loop, self.waiting = loop, {}      # fd -> list of handles
+    def __init__(self):
+        self.waiting = {}                       # fd -> what to call, until one returns False
 
-    def add(self, fd, handle):
+    def add(self, loop, fd, callback):
         if fd not in self.waiting:
+            loop.add_reader(fd, self._readable, fd)
             self.waiting[fd] = []
-            self.loop.add_reader(fd, self.drive, fd)
-        self.waiting[fd].append(handle)
+        self.waiting[fd].append(callback)
 
-    def remove(self, fd, handle):
-        handles = self.waiting[fd]
-        handles.remove(handle)
-        if not handles:
+    def remove(self, loop, fd, callback):
+        self.waiting[fd].remove(callback)
+        if not self.waiting[fd]:
             del self.waiting[fd]
-            self.loop.remove_reader(fd)
+            loop.remove_reader(fd)
 
-    def drive(self, fd):
-        self.waiting[fd][0].poll()              # drives the whole fabric, hence all of them
+    def _readable(self, fd):
+        for callback in list(self.waiting.get(fd, ())):
+            if not callback():
+                break
 
 
-_drivers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Driver]"
-_drivers = weakref.WeakKeyDictionary()
+# Without a reference to the loop, which would keep it for ever.
+_readers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Readers]"
+_readers = weakref.WeakKeyDictionary()
 
 
 async def _readable(handle) -> None:
     """Until the handle's batch has drained, without blocking the running loop."""
     loop = asyncio.get_running_loop()
+    readers = _readers.setdefault(loop, _Readers())
     woken, fd, drive_fd = loop.create_future(), handle.fileno(), handle.drive_fd()
-    loop.add_reader(fd, lambda: woken.done() or woken.set_result(None))
-    driver = _drivers.setdefault(loop, _Driver(loop)) if drive_fd >= 0 else None
+
+    def wake():
+        if not woken.done():
+            woken.set_result(None)
+        return True
+
+    def drive():                                # the whole fabric, unless ours has drained
+        return handle.poll() and wake()
+
+    watched = [(fd, wake)] + ([(drive_fd, drive)] if drive_fd >= 0 else [])
+    for each in watched:
+        readers.add(loop, *each)
     try:
-        if driver is not None:
-            driver.add(drive_fd, handle)
         while not handle.poll():
             await woken
             woken = loop.create_future()
     finally:
-        loop.remove_reader(fd)
-        if driver is not None:
-            driver.remove(drive_fd, handle)
-
-
+        for each in watched:
+            readers.remove(loop, *each)

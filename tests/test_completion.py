@@ -151,3 +151,38 @@ def test_an_await_that_is_cancelled_leaves_the_transfer_going():
         await transfer
         assert drained == [1]
     asyncio.run(main())
+
+
+def test_any_number_of_tasks_may_await_one_transfer():
+    """A loop has one reader a descriptor: the second task must not take the first one's."""
+    async def main():
+        handle = Handle()
+        transfer = Transfer(handle, "read")
+
+        async def waiter():
+            await transfer
+        tasks = [asyncio.ensure_future(waiter()) for _ in range(3)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        await asyncio.sleep(0)
+        handle.finish()
+        await asyncio.wait_for(asyncio.gather(tasks[0], tasks[2]), 5)
+        assert tasks[1].cancelled()
+    asyncio.run(main())
+
+
+def test_an_event_loop_is_not_kept_by_the_nics_that_were_awaited_in_it():
+    loops = []
+
+    async def main():
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        handle = Handle()
+        handle.drive_fd = lambda: drive_fd
+        asyncio.get_running_loop().call_later(0.001, handle.finish)
+        await Transfer(handle, "read")
+
+    drive_fd = os.eventfd(0)
+    asyncio.run(main())
+    gc.collect()
+    assert loops[0]() is None
+    os.close(drive_fd)
