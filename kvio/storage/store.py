@@ -23,6 +23,7 @@ from kvio.completion import Transfer
 from kvio.errors import (BackendUnavailable, Busy, Closed, InvalidArgument, LayoutMismatch,
                          StoreError, TransferError, errno_name)
 from kvio.layout import BlockLayout
+from kvio.memory import BlockPool
 from kvio.storage import format as fmt
 from kvio.storage.format import BLOCK_IO, as_keys, key_list
 from kvio.storage.index import Index
@@ -144,7 +145,9 @@ class BlockStore:
 
     def sync(self) -> None:
         """Make every write that has completed survive a power loss. Blocks; StoreError."""
-        self._check_open()
+        with self._lock:
+            self._check_open()
+            self._harvest()                 # what has completed is dirty, whoever has seen it
         try:
             self._writer.sync()
         except OSError as failed:
@@ -221,6 +224,8 @@ class BlockStore:
 
     def _arguments(self, keys, pool, block_ids):
         self._check_open()
+        if not isinstance(pool, BlockPool):         # others keep no Full Blocks to write over
+            raise InvalidArgument(f"a store moves blocks of a BlockPool, not of {pool!r}")
         if pool.layout != self.layout:
             raise LayoutMismatch(f"the pool holds blocks of {pool.layout}, the store those of "
                                  f"{self.layout}")
