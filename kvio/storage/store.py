@@ -62,7 +62,7 @@ class BlockStore:
         self._regions = {}              # id(pool) -> (weak reference, region number)
         self._writing = []              # [(batch, slots)] whose blocks the index does not know
         self._announced = False
-        self._closed = False
+        self._closed = self._ended = False      # refuses calls; has given everything back
         self._counts = {"matched_blocks": 0, "asked_blocks": 0, "hit_blocks": 0,
                         "missed_blocks": 0, "lost_blocks": 0, "stored_blocks": 0,
                         "already_stored_blocks": 0, "refused_blocks": 0}
@@ -243,7 +243,8 @@ class BlockStore:
                                           pool.region.nbytes)
         except (OSError, ValueError) as failed:
             pool.unpin(ids)
-            if isinstance(failed, (Closed, InvalidArgument)):
+            ring._opened()                          # Closed meanwhile?
+            if isinstance(failed, InvalidArgument):
                 raise
             raise InvalidArgument(f"the ring refused the batch: {failed}") from failed
 
@@ -371,7 +372,7 @@ class BlockStore:
         with self._lock:
             self._check_open()
             self._harvest()
-            rings = {ring.name: ring.stats() for ring in self._rings}
+            rings = {ring.name: ring.stats() for ring in self._rings if not ring._closed}
             direct = [d for d in (self.scan.direct_io, self._writer.direct_io) if d is not None]
             codes = {ring["register_errno"] for ring in rings.values()} - {0}
             return {
@@ -394,10 +395,10 @@ class BlockStore:
             self._closed = True
             return
         with self._lock:
-            if self._closed:
+            if self._ended:
                 return
             busy = sum(ring._ring.in_flight for ring in self._rings)
-            if busy and not (drain or cancel):
+            if busy and not self._closed and not (drain or cancel):
                 raise Busy(f"the store at {self.path} has {busy} batches in flight: wait for them, "
                            "or close(drain=True) or close(cancel=True)")
             self._closed = True
@@ -405,9 +406,11 @@ class BlockStore:
         for ring in rings:
             ring.close(drain=True, cancel=cancel)
         with self._lock:
-            self._harvest()
-            self._files.stop()
-            self._writer.finish()
+            if not self._ended:
+                self._harvest()
+                self._files.stop()
+                self._writer.finish()
+                self._ended = True
         _open_stores.discard(self)
 
     def _check_open(self):
@@ -424,7 +427,7 @@ class BlockStore:
         self.close(drain=kind is None, cancel=kind is not None)
 
     def __del__(self):
-        if not getattr(self, "_closed", True) and self._pid == os.getpid():
+        if not getattr(self, "_ended", True) and self._pid == os.getpid():
             warnings.warn(f"{self!r} was never closed", ResourceWarning, source=self)
             self.close(cancel=True)
 

@@ -1,15 +1,19 @@
 """What is in flight while a store is synced, closed, or given the wrong memory."""
+import errno
 import os
+import signal
 import threading
+import time
 
 import numpy as np
 import pytest
 
-from blocks import LAYOUT, Blocks, chain, open_store, put
-from kvio.errors import InvalidArgument
+from blocks import Blocks, chain, open_store, put, segments
+from kvio.errors import Closed, InvalidArgument
 from kvio.layout import BlockLayout
 from kvio.memory import LayerPool
 from kvio.storage import segment
+from kvio.storage.format import BLOCK_IO
 
 
 def test_a_sync_covers_what_was_being_written_during_the_one_before(tmp_path, backend, monkeypatch):
@@ -44,3 +48,73 @@ def test_only_pools_of_full_blocks_are_read_into(tmp_path):
                 with pytest.raises(InvalidArgument, match="BlockPool"):
                     move(keys, wrong, ids[1:2])
         assert (pool.layer(0) == 0xA5).all()
+
+
+class Paused:
+    """Four blocks being written through a ring that stands still."""
+
+    def __init__(self, path, backend):
+        self.keys = chain(4)
+        self.source = Blocks(4, keys=self.keys)
+        self.store = open_store(path, backend)
+        self.ring = self.store.open_ring()
+        self.ring._ring._pause(True)
+        self.transfer = self.ring.write(self.keys, self.source.pool, self.source.ids)
+
+
+def test_a_store_waits_for_a_ring_that_another_thread_closes(tmp_path, backend):
+    """Closing its files first would fail the writes, or lose what they say is stored."""
+    held = Paused(tmp_path, backend)
+    closers = [threading.Thread(target=lambda it=it: it.close(drain=True))
+               for it in (held.ring, held.store)]
+    for closer in closers:
+        closer.start()
+        closer.join(0.1)
+        assert closer.is_alive()
+    held.ring._ring._pause(False)
+    for closer in closers:
+        closer.join()
+    held.transfer.wait()
+    with open_store(tmp_path, backend) as again:
+        assert again.match(held.keys) == 4
+
+
+@pytest.mark.parametrize("what", ["ring", "store"])
+def test_a_close_that_was_interrupted_can_be_called_again(tmp_path, backend, what):
+    class Interrupt(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupt
+    held, before = Paused(tmp_path, backend), signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Interrupt):
+            getattr(held, what).close(drain=True)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(Closed):
+        getattr(held, what).write(held.keys, held.source.pool, held.source.ids)
+    held.store.close(cancel=True)
+    assert held.transfer.done and (held.transfer.status == -errno.ECANCELED).all()
+    assert held.source.pool.close() is None and not segments(tmp_path)
+
+
+def test_a_ring_is_not_freed_under_a_submission(tmp_path):
+    """Copying this batch takes a while, of which the sanitizers see every byte."""
+    blocks = np.zeros(200_000, BLOCK_IO)        # nothing to do
+    with open_store(tmp_path) as store:
+        for round_ in range(40):
+            ring, outcome = store.open_ring(), []
+
+            def submit(ring=ring, outcome=outcome):
+                try:
+                    outcome.append(ring._ring.submit(False, blocks, 0, 0, 0).poll())
+                except ValueError:
+                    outcome.append(True)        # closed
+            thread = threading.Thread(target=submit)
+            thread.start()
+            time.sleep(0.001 * (round_ % 8))
+            ring.close(drain=True)
+            thread.join()
+            assert outcome == [True]
