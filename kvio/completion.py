@@ -19,12 +19,13 @@ blocks there) and the memory becomes anybody's.
 """
 import asyncio
 import errno
+import numbers
 import threading
 import weakref
 
 import numpy as np
 
-from kvio.errors import TransferError, TransferTimeout, errno_name
+from kvio.errors import InvalidArgument, TransferError, TransferTimeout, errno_name
 
 __all__ = ["Transfer", "in_flight", "reap"]
 
@@ -91,6 +92,8 @@ class Transfer:
 
     def wait(self, timeout: float | None = None):
         """Block until drained; the result, or the error. TransferTimeout after `timeout` s."""
+        if timeout is not None:
+            timeout = _seconds(timeout)
         if not self._handle.wait(timeout):
             raise TransferTimeout(f"{self._what}: not finished after {timeout} s; it goes on and "
                                   "keeps its memory: wait again, or cancel it")
@@ -127,6 +130,13 @@ class Transfer:
         why = explain(first) if explain else errno_name(status[first])
         raise TransferError(status[first], f"{self._what}: {len(bad)} of {len(status)} elements "
                             f"failed, first element {first}: {why}", status)
+
+
+def _seconds(timeout):
+    """None for longer than anybody lives."""
+    if not isinstance(timeout, numbers.Real) or timeout != timeout:
+        raise InvalidArgument(f"a timeout is a number of seconds or None, not {timeout!r}")
+    return float(timeout) if timeout < 2e9 else None
 
 
 def in_flight() -> int:

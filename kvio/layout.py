@@ -277,6 +277,10 @@ class LayerDescriptors:
     def __init__(self, opcode: int, layout: BlockLayout, local: Side, local_ids, remote: Side,
                  remote_ids, num_tokens: int, layer: int = 0):
         """`*_ids` are contiguous int64 arrays of one id a block, or None for 0, 1, 2, ..."""
+        for ids in (local_ids, remote_ids):
+            if ids is not None and getattr(ids, "dtype", None) != np.int64:
+                raise InvalidArgument("block ids must be an int64 array (as BlockPool.alloc gives) "
+                                      f"or None, not {ids!r}")
         self._args = opcode, local_ids, remote_ids
         self._layout, self._local, self._remote = layout, local, remote
         self._tokens = num_tokens

@@ -4,13 +4,17 @@ import errno
 import gc
 import os
 import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from kvio import completion
 from kvio.completion import Transfer
-from kvio.errors import TransferError, TransferTimeout
+from kvio.errors import InvalidArgument, TransferError, TransferTimeout
+from kvio.layout import BlockLayout
+from kvio.memory import BlockPool
+from kvio.storage import BlockStore
 
 
 class Handle:
@@ -186,3 +190,20 @@ def test_an_event_loop_is_not_kept_by_the_nics_that_were_awaited_in_it():
     gc.collect()
     assert loops[0]() is None
     os.close(drive_fd)
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_time_outs_are_numbers(tmp_path, ring):
+    if ring:
+        layout = BlockLayout(1, 1, 16)
+        store = BlockStore.open(tmp_path, layout, backend="threads")
+        transfer = store.read([], BlockPool(layout, 1), [])
+    else:
+        store = nullcontext()
+        transfer = Transfer(Handle(0), "read")
+    with store:
+        for timeout in (float("inf"), 1e300, 10**30, None, 0, -1, np.float32(1)):
+            transfer.wait(timeout)
+        for timeout in (float("nan"), "1", [], 1j):
+            with pytest.raises(InvalidArgument):
+                transfer.wait(timeout)
