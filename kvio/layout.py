@@ -234,9 +234,17 @@ def block_keys(token_ids, layout: BlockLayout, namespace: bytes = b"",
     return keys
 
 
+def any_array(values, what: str) -> np.ndarray:
+    """np.asarray; InvalidArgument where nesting or a type leaves no array to make."""
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, OverflowError) as wrong:
+        raise InvalidArgument(f"{what} do not make an array: {wrong}") from None
+
+
 def token_array(token_ids) -> np.ndarray:
     """Token ids as a contiguous uint32 array; InvalidArgument unless they are such."""
-    ids = np.asarray(token_ids)
+    ids = any_array(token_ids, "token ids")
     if ids.size == 0:
         return np.empty(0, np.uint32)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -290,10 +298,13 @@ class LayerDescriptors:
 
     def _build(self, layer):
         opcode, local_ids, remote_ids = self._args
+        if not _is_int(self._tokens) or not 0 <= layer < self._layout.num_layers:
+            raise InvalidArgument(f"{self._tokens!r} tokens of layer {layer} of "
+                                  f"{self._layout.num_layers} cannot be moved")
         per_token, tokens = self._layout.layer_bytes_per_token[layer], self._layout.block_tokens
         count = -(-self._tokens // tokens)
-        if count <= 0:
-            raise InvalidArgument("there are no tokens to move")
+        if not 0 < count < 1 << 31:
+            raise InvalidArgument(f"cannot move {self._tokens} tokens, {count} blocks, at once")
         local, remote = self._local, self._remote
         wrs = np.empty(count, WR_DTYPE)
         try:
@@ -324,6 +335,8 @@ class LayerDescriptors:
         old = self._layer
         if layer == old:
             return self
+        if not 0 <= layer < self._layout.num_layers:
+            raise InvalidArgument(f"layer {layer} of {self._layout.num_layers}")
         if not self._uniform:
             per_token = self._layout.layer_bytes_per_token
             if per_token[layer] != per_token[old]:

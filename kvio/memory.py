@@ -13,7 +13,7 @@ import warnings
 import numpy as np
 
 from kvio.errors import Busy, Closed, InvalidArgument, OutOfBlocks
-from kvio.layout import PAGE, BlockLayout, Side
+from kvio.layout import PAGE, BlockLayout, Side, any_array
 
 __all__ = ["BlockAllocator", "BlockPool", "LayerPool", "POISON", "Region", "anonymous",
            "sealed_memfd"]
@@ -108,8 +108,8 @@ class BlockAllocator:
     def alloc(self, num_blocks: int) -> np.ndarray:
         """Block ids (int64), adjacent where possible: the smallest run that fits, else the
         longest runs. OutOfBlocks if there are too few; then nothing is handed out."""
-        if num_blocks < 0:
-            raise InvalidArgument(f"cannot allocate {num_blocks} blocks")
+        if not isinstance(num_blocks, (int, np.integer)) or num_blocks < 0:
+            raise InvalidArgument(f"cannot allocate {num_blocks!r} blocks")
         with self._lock:
             self._check_open()
             free = np.flatnonzero(self._free)
@@ -158,7 +158,7 @@ class BlockAllocator:
 
     def check_ids(self, block_ids) -> np.ndarray:
         """`block_ids` as a contiguous int64 array; InvalidArgument unless all lie in the pool."""
-        ids = np.asarray(block_ids)
+        ids = any_array(block_ids, "block ids")
         if ids.size == 0:
             return np.empty(0, np.int64)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -240,8 +240,8 @@ class BlockPool(BlockAllocator):
 
     def _one(self, block_id):
         self._check_open()
-        if not 0 <= block_id < self.num_blocks:
-            raise InvalidArgument(f"block {block_id} of {self.num_blocks}")
+        if not isinstance(block_id, (int, np.integer)) or not 0 <= block_id < self.num_blocks:
+            raise InvalidArgument(f"block {block_id!r} of {self.num_blocks}")
         return block_id
 
     def _clear(self, ids):

@@ -155,3 +155,12 @@ def test_block_ids_of_another_type_are_refused_and_not_reinterpreted():
         for both in ((ids, None), (None, ids)):
             with pytest.raises(InvalidArgument, match="int64"):
                 LayerDescriptors(READ, layout, here, both[0], there, both[1], 32)
+
+
+@pytest.mark.parametrize("tokens, layer", [(2**63, 0), (2**40, 0), (1.5, 0), (16, 2), (16, -1)])
+def test_token_counts_and_layers_that_do_not_exist_are_refused(tokens, layer):
+    layout, side = BlockLayout(2, 16, 256), Side(4096, 4096, (0, 0))
+    with pytest.raises(InvalidArgument):
+        LayerDescriptors(READ, layout, side, None, side, None, tokens).layer(layer)
+    with pytest.raises(InvalidArgument):
+        LayerDescriptors(READ, layout, side, None, side, None, tokens, layer)

@@ -241,3 +241,14 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_numbers_that_are_no_ints_are_refused():
+    pool = BlockPool(BlockLayout(1, 1, 16), 4)
+    for wrong in (1.5, "1", None):
+        with pytest.raises(InvalidArgument):
+            pool.alloc(wrong)
+        with pytest.raises(InvalidArgument):
+            pool.full(wrong)
+    with pytest.raises(InvalidArgument):
+        pool.free([[1], [1, 2]])

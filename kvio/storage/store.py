@@ -85,8 +85,12 @@ class BlockStore:
 
         LayoutMismatch, FormatError, StoreError, BackendUnavailable or InvalidArgument.
         """
-        _check_options(layout, backend, verify, durability, capacity_bytes, queue_depth)
-        path = os.path.abspath(os.fspath(path))
+        _check_options(layout, backend, verify, durability, capacity_bytes, queue_depth,
+                       segment_bytes)
+        try:
+            path = os.path.abspath(os.fsdecode(path))
+        except TypeError:
+            raise InvalidArgument(f"path must name a directory, not {path!r}") from None
         backend, reason = choose_backend(backend)
         description = _describe(path, layout, segment_bytes, create)
         store = cls(path, layout, description, backend=backend, backend_reason=reason,
@@ -157,8 +161,10 @@ class BlockStore:
     def open_ring(self, *, read_bytes_per_s: int = 0, write_bytes_per_s: int = 0,
                   name: str | None = None, window_ns: int = 1_000_000_000) -> Ring:
         """A further ring, each direction paced to an emulated bandwidth (0: unpaced)."""
-        if read_bytes_per_s < 0 or write_bytes_per_s < 0 or window_ns <= 0:
-            raise InvalidArgument("bandwidths must not be negative and window_ns positive")
+        for name, value, least in (("read_bytes_per_s", read_bytes_per_s, 0),
+                                   ("write_bytes_per_s", write_bytes_per_s, 0),
+                                   ("window_ns", window_ns, 1)):
+            _check_int(name, value, least, 2**63 - 1)
         with self._lock:
             self._check_open()
             try:
@@ -437,7 +443,8 @@ def _usable_prefix(status) -> int:
     return int(bad[0]) if len(bad) else len(status)
 
 
-def _check_options(layout, backend, verify, durability, capacity_bytes, queue_depth):
+def _check_options(layout, backend, verify, durability, capacity_bytes, queue_depth,
+                   segment_bytes):
     if not isinstance(layout, BlockLayout):
         raise InvalidArgument(f"layout must be a BlockLayout, not {type(layout).__name__}")
     for name, value, allowed in (("backend", backend, ("auto", "uring", "threads")),
@@ -448,10 +455,15 @@ def _check_options(layout, backend, verify, durability, capacity_bytes, queue_de
     if verify == "never" and durability != "durable":
         raise InvalidArgument("verify='never' needs durability='durable': without fdatasync a "
                               "power cut can leave a header whose payload never arrived")
-    if capacity_bytes is not None and capacity_bytes <= 0:
-        raise InvalidArgument(f"capacity_bytes must be positive, not {capacity_bytes}")
-    if not 1 <= queue_depth <= 4096:
-        raise InvalidArgument(f"queue_depth must lie between 1 and 4096, not {queue_depth}")
+    _check_int("queue_depth", queue_depth, 1, 4096)
+    _check_int("segment_bytes", segment_bytes, 1, 2**63 - 1)
+    if capacity_bytes is not None:
+        _check_int("capacity_bytes", capacity_bytes, 1, 2**63 - 1)
+
+
+def _check_int(name, value, least, most):
+    if not isinstance(value, (int, np.integer)) or not least <= value <= most:
+        raise InvalidArgument(f"{name} must be an int from {least} to {most}, not {value!r}")
 
 
 def _describe(path, layout, segment_bytes, create):
@@ -462,9 +474,9 @@ def _describe(path, layout, segment_bytes, create):
             os.makedirs(path, exist_ok=True)
         if not os.path.isdir(path):
             raise FileNotFoundError(errno.ENOENT, "no such directory")
-    except OSError as failed:
-        raise StoreError(failed.errno, f"cannot open a store at {path}: give a directory") \
-            from failed
+    except (OSError, ValueError) as failed:             # ValueError: a zero byte in it
+        raise StoreError(getattr(failed, "errno", errno.EINVAL),
+                         f"cannot open a store at {path!r}: give a directory") from failed
     description = fmt.read_description(path)
     if description is None:
         if not create:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from blocks import Blocks, chain, open_store, put, segments
-from kvio.errors import Closed, InvalidArgument
+from kvio.errors import Closed, FormatError, InvalidArgument, StoreError
 from kvio.layout import BlockLayout
 from kvio.memory import LayerPool
 from kvio.storage import segment
@@ -118,3 +118,36 @@ def test_a_ring_is_not_freed_under_a_submission(tmp_path):
             ring.close(drain=True)
             thread.join()
             assert outcome == [True]
+
+
+@pytest.mark.parametrize("wrong", [
+    {"capacity_bytes": "1"}, {"capacity_bytes": 1e9}, {"queue_depth": 1.5}, {"queue_depth": "1"},
+    {"segment_bytes": float("nan")}, {"segment_bytes": 2**70}, {"segment_bytes": None}])
+def test_options_of_a_wrong_type_are_refused(tmp_path, wrong):
+    with pytest.raises(InvalidArgument, match=list(wrong)[0]):
+        open_store(tmp_path, **wrong)
+
+
+def test_arguments_of_a_wrong_type_are_refused(tmp_path):
+    with open_store(tmp_path) as store:
+        for wrong in ({"read_bytes_per_s": 2**64}, {"write_bytes_per_s": 0.5}, {"window_ns": "1"}):
+            with pytest.raises(InvalidArgument, match=list(wrong)[0]):
+                store.open_ring(**wrong)
+        with pytest.raises(InvalidArgument):
+            store.match([[1], [2, 3]])
+        with pytest.raises(InvalidArgument):
+            store.read(chain(2), Blocks(2).pool, [[1], [2, 3]])
+    for wrong in (5, None):
+        with pytest.raises(InvalidArgument):
+            open_store(wrong)
+    with pytest.raises(StoreError):
+        open_store(str(tmp_path) + chr(0))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, (
+    '{"format": "kvio-store", "version": 1, "layout": {"num_layers": 1000000000000000, '
+    '"block_tokens": 1, "bytes_per_token": 1}}')])
+def test_a_description_that_is_too_much_for_python_is_damaged(tmp_path, text):
+    (tmp_path / "kvio.json").write_text(text)
+    with pytest.raises(FormatError):
+        open_store(tmp_path)
