@@ -222,7 +222,7 @@ class BlockStore:
         blocks["status"][missing[len(places):]] = -failure
         try:
             return self._submit(ring, True, blocks, pool, ids, lambda *_: None, self._written)
-        except BaseException:
+        except (Closed, InvalidArgument):       # refused; after anything else it may be under way
             for number, slot, flags in places:
                 self._writer.give_back(int(number), int(slot), was_valid=False,
                                        suspect=bool(flags))

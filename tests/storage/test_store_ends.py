@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from blocks import Blocks, chain, open_store, put, segments
+from blocks import Blocks, chain, open_store, put, readable, segments
 from kvio.errors import Closed, FormatError, InvalidArgument, StoreError
 from kvio.layout import BlockLayout
 from kvio.memory import LayerPool
@@ -151,3 +151,22 @@ def test_a_description_that_is_too_much_for_python_is_damaged(tmp_path, text):
     (tmp_path / "kvio.json").write_text(text)
     with pytest.raises(FormatError):
         open_store(tmp_path)
+
+
+def test_slots_of_a_write_that_is_under_way_are_nobody_elses(tmp_path, backend, monkeypatch):
+    """A warning that is an error, or Ctrl-C, comes out of a write after it was submitted."""
+    def warn(ring):
+        raise RuntimeWarning("no locked memory")
+    first, second = chain(4, 1), chain(4, 2)
+    with open_store(tmp_path, backend) as store:
+        source = Blocks(4, keys=first)
+        ring = store.open_ring()
+        ring._ring._pause(True)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeWarning):
+            patch.setattr(store, "_announce", warn)
+            ring.write(first, source.pool, source.ids)
+        other = Blocks(4, keys=second)
+        transfer = ring.write(second, other.pool, other.ids)
+        ring._ring._pause(False)
+        transfer.wait()
+        assert readable(store, first).all() and readable(store, second).all()
