@@ -97,7 +97,7 @@ class BlockAllocator:
         self._free = np.ones(self.num_blocks, bool)
         self._pins = np.zeros(self.num_blocks, np.int32)
         self._leaving = np.zeros(self.num_blocks, bool)     # freed, but still pinned
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()      # a __del__ that frees may run inside `alloc`
         self._closed = False
 
     @property
