@@ -19,6 +19,7 @@ blocks there) and the memory becomes anybody's.
 """
 import asyncio
 import errno
+import numbers
 import os
 import threading
 import weakref
@@ -26,7 +27,7 @@ import weakref
 import numpy as np
 
 from kvio import memory
-from kvio.errors import TransferError, TransferTimeout, errno_name
+from kvio.errors import InvalidArgument, TransferError, TransferTimeout, errno_name
 
 __all__ = ["Transfer", "in_flight", "reap"]
 
@@ -93,6 +94,8 @@ class Transfer:
 
     def wait(self, timeout: float | None = None):
         """Block until drained; the result, or the error. TransferTimeout after `timeout` s."""
+        if timeout is not None:
+            timeout = _seconds(timeout)
         if not self._handle.wait(timeout):
             raise TransferTimeout(f"{self._what}: not finished after {timeout} s; it goes on and "
                                   "keeps its memory: wait again, or cancel it")
@@ -131,6 +134,13 @@ class Transfer:
                             f"failed, first element {first}: {why}", status)
 
 
+def _seconds(timeout):
+    """None for longer than anybody lives."""
+    if not isinstance(timeout, numbers.Real) or timeout != timeout:
+        raise InvalidArgument(f"a timeout is a number of seconds or None, not {timeout!r}")
+    return float(timeout) if timeout < 2e9 else None
+
+
 def in_flight() -> int:
     """How many transfers have not been seen to drain yet."""
     with _lock:
@@ -160,48 +170,58 @@ _of_parents = None
 os.register_at_fork(after_in_child=_forget_parents)
 
 
-class _Driver:
-    """Polls soft NICs from an event loop: one reader per drive fd, shared by all who wait."""
+class _Readers:
+    """What an event loop watches for those who await transfers: the eventfd of each handle, and
+    the drive fd of each fabric of soft NICs. A loop has one reader a descriptor, but any number
+    of tasks may await one transfer, and any number of transfers are of one fabric."""
 
-    def __init__(self, loop):
-        self.loop, self.waiting = loop, {}      # fd -> list of handles
+    def __init__(self):
+        self.waiting = {}                       # fd -> what to call, until one returns False
 
-    def add(self, fd, handle):
+    def add(self, loop, fd, callback):
         if fd not in self.waiting:
+            loop.add_reader(fd, self._readable, fd)
             self.waiting[fd] = []
-            self.loop.add_reader(fd, self.drive, fd)
-        self.waiting[fd].append(handle)
+        self.waiting[fd].append(callback)
 
-    def remove(self, fd, handle):
-        handles = self.waiting[fd]
-        handles.remove(handle)
-        if not handles:
+    def remove(self, loop, fd, callback):
+        self.waiting[fd].remove(callback)
+        if not self.waiting[fd]:
             del self.waiting[fd]
-            self.loop.remove_reader(fd)
+            loop.remove_reader(fd)
 
-    def drive(self, fd):
-        self.waiting[fd][0].poll()              # drives the whole fabric, hence all of them
+    def _readable(self, fd):
+        for callback in list(self.waiting.get(fd, ())):
+            if not callback():
+                break
 
 
-_drivers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Driver]"
-_drivers = weakref.WeakKeyDictionary()
+# Without a reference to the loop, which would keep it for ever.
+_readers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Readers]"
+_readers = weakref.WeakKeyDictionary()
 
 
 async def _readable(handle) -> None:
     """Until the handle's batch has drained, without blocking the running loop."""
     loop = asyncio.get_running_loop()
+    readers = _readers.setdefault(loop, _Readers())
     woken, fd, drive_fd = loop.create_future(), handle.fileno(), handle.drive_fd()
-    loop.add_reader(fd, lambda: woken.done() or woken.set_result(None))
-    driver = _drivers.setdefault(loop, _Driver(loop)) if drive_fd >= 0 else None
+
+    def wake():
+        if not woken.done():
+            woken.set_result(None)
+        return True
+
+    def drive():                                # the whole fabric, unless ours has drained
+        return handle.poll() and wake()
+
+    watched = [(fd, wake)] + ([(drive_fd, drive)] if drive_fd >= 0 else [])
+    for each in watched:
+        readers.add(loop, *each)
     try:
-        if driver is not None:
-            driver.add(drive_fd, handle)
         while not handle.poll():
             await woken
             woken = loop.create_future()
     finally:
-        loop.remove_reader(fd)
-        if driver is not None:
-            driver.remove(drive_fd, handle)
-
-
+        for each in watched:
+            readers.remove(loop, *each)

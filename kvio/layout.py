@@ -218,9 +218,17 @@ def block_keys(token_ids, layout: BlockLayout, namespace: bytes = b"",
     return keys
 
 
+def any_array(values, what: str) -> np.ndarray:
+    """np.asarray; InvalidArgument where nesting or a type leaves no array to make."""
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, OverflowError) as wrong:
+        raise InvalidArgument(f"{what} do not make an array: {wrong}") from None
+
+
 def token_array(token_ids) -> np.ndarray:
     """Token ids as a contiguous uint32 array; InvalidArgument unless they are such."""
-    ids = np.asarray(token_ids)
+    ids = any_array(token_ids, "token ids")
     if ids.size == 0:
         return np.empty(0, np.uint32)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -261,19 +269,24 @@ class LayerDescriptors:
     def __init__(self, opcode: int, layout: BlockLayout, local: Side, local_ids, remote: Side,
                  remote_ids, num_tokens: int, layer: int = 0):
         """`*_ids` are contiguous int64 arrays of one id a block, or None for 0, 1, 2, ..."""
+        for ids in (local_ids, remote_ids):
+            if ids is not None and getattr(ids, "dtype", None) != np.int64:
+                raise InvalidArgument("block ids must be an int64 array (as BlockPool.alloc gives) "
+                                      f"or None, not {ids!r}")
         self._args = opcode, local_ids, remote_ids
         self._layout, self._local, self._remote = layout, local, remote
-        self._tokens = num_tokens
+        self._tokens = checked_int("num_tokens", num_tokens, 1)
         self._uniform = layout.is_uniform
         self._offsets = local.layer_offsets, remote.layer_offsets
         self._build(layer)
 
     def _build(self, layer):
         opcode, local_ids, remote_ids = self._args
+        layer = checked_int("layer", layer, 0, self._layout.num_layers - 1)
         per_token, tokens = self._layout.layer_bytes_per_token[layer], self._layout.block_tokens
         count = -(-self._tokens // tokens)
-        if count <= 0:
-            raise InvalidArgument("there are no tokens to move")
+        if not 0 < count < 1 << 31:
+            raise InvalidArgument(f"cannot move {self._tokens} tokens, {count} blocks, at once")
         local, remote = self._local, self._remote
         wrs = np.empty(count, WR_DTYPE)
         try:
@@ -304,6 +317,8 @@ class LayerDescriptors:
         old = self._layer
         if layer == old:
             return self
+        if not 0 <= layer < self._layout.num_layers:
+            raise InvalidArgument(f"layer {layer} of {self._layout.num_layers}")
         if not self._uniform:
             per_token = self._layout.layer_bytes_per_token
             if per_token[layer] != per_token[old]:

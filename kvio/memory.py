@@ -13,7 +13,7 @@ import warnings
 import numpy as np
 
 from kvio.errors import Busy, Closed, InvalidArgument, OutOfBlocks, checked_int
-from kvio.layout import PAGE, BlockLayout, Side
+from kvio.layout import PAGE, BlockLayout, Side, any_array
 
 __all__ = ["BlockAllocator", "BlockPool", "LayerPool", "POISON", "Region", "anonymous",
            "sealed_memfd"]
@@ -105,7 +105,7 @@ class BlockAllocator:
         self._free = np.ones(self.num_blocks, bool)
         self._pins = np.zeros(self.num_blocks, np.int32)
         self._leaving = np.zeros(self.num_blocks, bool)     # freed, but still pinned
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()      # a __del__ that frees may run inside `alloc`
         self._closed = False
 
     @property
@@ -167,7 +167,7 @@ class BlockAllocator:
 
     def check_ids(self, block_ids) -> np.ndarray:
         """`block_ids` as a contiguous int64 array; InvalidArgument unless all lie in the pool."""
-        ids = np.asarray(block_ids)
+        ids = any_array(block_ids, "block ids")
         if ids.size == 0:
             return np.empty(0, np.int64)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":

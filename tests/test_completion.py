@@ -4,15 +4,17 @@ import errno
 import gc
 import os
 import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from kvio import completion
 from kvio.completion import Transfer
-from kvio.errors import Busy, OutOfBlocks, TransferError, TransferTimeout
+from kvio.errors import Busy, InvalidArgument, OutOfBlocks, TransferError, TransferTimeout
 from kvio.layout import BlockLayout
 from kvio.memory import BlockPool
+from kvio.storage import BlockStore
 
 
 class Handle:
@@ -181,3 +183,55 @@ def test_an_await_that_is_cancelled_leaves_the_transfer_going():
         await transfer
         assert drained == [1]
     asyncio.run(main())
+
+
+def test_any_number_of_tasks_may_await_one_transfer():
+    """A loop has one reader a descriptor: the second task must not take the first one's."""
+    async def main():
+        handle = Handle()
+        transfer = Transfer(handle, "read")
+
+        async def waiter():
+            await transfer
+        tasks = [asyncio.ensure_future(waiter()) for _ in range(3)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        await asyncio.sleep(0)
+        handle.finish()
+        await asyncio.wait_for(asyncio.gather(tasks[0], tasks[2]), 5)
+        assert tasks[1].cancelled()
+    asyncio.run(main())
+
+
+def test_an_event_loop_is_not_kept_by_the_nics_that_were_awaited_in_it():
+    loops = []
+
+    async def main():
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        handle = Handle()
+        handle.drive_fd = lambda: drive_fd
+        asyncio.get_running_loop().call_later(0.001, handle.finish)
+        await Transfer(handle, "read")
+
+    drive_fd = os.eventfd(0)
+    asyncio.run(main())
+    gc.collect()
+    assert loops[0]() is None
+    os.close(drive_fd)
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_time_outs_are_numbers(tmp_path, ring):
+    if ring:
+        layout = BlockLayout(1, 1, 16)
+        store = BlockStore.open(tmp_path, layout, backend="threads")
+        transfer = store.read([], BlockPool(layout, 1), [])
+    else:
+        store = nullcontext()
+        transfer = Transfer(Handle(0), "read")
+    with store:
+        for timeout in (float("inf"), 1e300, 10**30, None, 0, -1, np.float32(1)):
+            transfer.wait(timeout)
+        for timeout in (float("nan"), "1", [], 1j):
+            with pytest.raises(InvalidArgument):
+                transfer.wait(timeout)

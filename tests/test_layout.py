@@ -144,3 +144,23 @@ def test_ids_that_do_not_fit_the_tokens_are_refused(ids, tokens):
     side = Side(4096, 4096, (0,), 1)
     with pytest.raises((InvalidArgument, TypeError)):
         LayerDescriptors(READ, BlockLayout(1, 64, 8), side, None, side, ids, tokens)
+
+
+def test_block_ids_of_another_type_are_refused_and_not_reinterpreted():
+    """Read as int64, the bits of a float make an address, of block 0 as often as not."""
+    layout = BlockLayout(2, 16, 256)
+    here, there = Side(1 << 20, 4096, (0, 0)), Side(1 << 30, 8192, (0, 4096))
+    for ids in (np.array([2.0, 3.0]), np.array([2, 3], np.uint64), np.arange(4, dtype=np.int32),
+                [2, 3], b"0123456789abcdef"):
+        for both in ((ids, None), (None, ids)):
+            with pytest.raises(InvalidArgument, match="int64"):
+                LayerDescriptors(READ, layout, here, both[0], there, both[1], 32)
+
+
+@pytest.mark.parametrize("tokens, layer", [(2**63, 0), (2**40, 0), (1.5, 0), (16, 2), (16, -1)])
+def test_token_counts_and_layers_that_do_not_exist_are_refused(tokens, layer):
+    layout, side = BlockLayout(2, 16, 256), Side(4096, 4096, (0, 0))
+    with pytest.raises(InvalidArgument):
+        LayerDescriptors(READ, layout, side, None, side, None, tokens).layer(layer)
+    with pytest.raises(InvalidArgument):
+        LayerDescriptors(READ, layout, side, None, side, None, tokens, layer)

@@ -2,8 +2,10 @@
 import ctypes
 import faulthandler
 import fcntl
+import gc
 import mmap
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -241,3 +243,42 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_numbers_that_are_no_ints_are_refused():
+    pool = BlockPool(BlockLayout(1, 1, 16), 4)
+    for wrong in (1.5, "1", None):
+        with pytest.raises(InvalidArgument):
+            pool.alloc(wrong)
+        with pytest.raises(InvalidArgument):
+            pool.full(wrong)
+    with pytest.raises(InvalidArgument):
+        pool.free([[1], [1, 2]])
+
+
+def test_blocks_may_be_freed_by_the_garbage_collector():
+    """It runs whenever it likes, also while this very thread is inside the pool."""
+    pool = BlockPool(BlockLayout(1, 1, 16), 4096)
+
+    class Sequence:
+        def __init__(self):
+            self.ids, self.cycle = pool.alloc(1), self
+
+        def __del__(self):
+            pool.free(self.ids)
+
+    def work():
+        for _ in range(3000):
+            Sequence()
+        done.append(True)
+    done, before = [], gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(30)
+    finally:
+        gc.set_threshold(*before)
+    assert done
+    gc.collect()
+    assert pool.num_free == 4096

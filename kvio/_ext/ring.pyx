@@ -170,8 +170,8 @@ cdef class Ring:
         params.region, params.region_addr = region, region_addr
         params.region_nbytes = region_nbytes
         params.blocks = <const kvio_block_io *>view.buf
-        with nogil:
-            rc = kvio_ring_batch_submit(&batch._batch, ring, &params)
+        # With the GIL: close() must not free the ring under us. The ring's thread never needs it.
+        rc = kvio_ring_batch_submit(&batch._batch, ring, &params)
         PyBuffer_Release(&view)
         check(rc)
         batch._ring, batch.num_blocks = self, params.count
@@ -186,14 +186,16 @@ cdef class Ring:
 
     @property
     def in_flight(self):
-        """Batches that have not drained."""
-        return kvio_ring_in_flight(self.opened())
+        """Batches that have not drained; none once the ring is closed."""
+        return 0 if self._ring is NULL else kvio_ring_in_flight(self._ring)
 
     @property
     def register_errno(self):
-        """Why some region uses plain buffers; 0 if none does."""
+        """Why some region uses plain buffers; 0 if none does, or the ring is closed."""
         cdef kvio_ring_stats stats
-        kvio_ring_get_stats(self.opened(), &stats)
+        if self._ring is NULL:
+            return 0
+        kvio_ring_get_stats(self._ring, &stats)
         return stats.register_errno
 
     def stats(self):

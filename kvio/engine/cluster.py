@@ -8,11 +8,11 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 
-from kvio.engine.decode import DecodeEngine
+from kvio.engine.decode import DecodeEngine, drained
 from kvio.engine.prefill import PrefillEngine
 from kvio.engine.request import EngineRequest, usable_hits
 from kvio.engine.serving import Serving
-from kvio.errors import InvalidArgument
+from kvio.errors import Closed, InvalidArgument
 from kvio.layout import BlockLayout, block_keys, root_key, token_array
 from kvio.loader import Mover
 from kvio.scheduler import DE, PE, EngineReport, Request, Scheduler
@@ -47,7 +47,8 @@ class ClusterConfig:
 
 
 class Cluster:
-    """Use as `async with Cluster(...) as cluster: await cluster.generate(...)`.
+    """Use as `async with Cluster(...) as cluster: await cluster.generate(...)`. Leaving the block
+    cancels the tasks whose requests are still being served, and waits until these have ended.
 
     `store` is None in mode "none" (nothing is reused or stored); "basic" reads on the prefill
     side only; "dualpath" on the side with the shorter reading queue. `make_compute()` gives each
@@ -65,6 +66,7 @@ class Cluster:
                                    "shorter_queue" if mode == "dualpath" else "pe")
         self.prefill, self.decode, self._movers = [], [], {}
         self._waiting, self._ids = {}, 0            # request_id -> (request, future)
+        self._serving, self._closed = {}, False     # task -> future: until `generate` has ended
         self._fabric = Fabric()
 
     async def __aenter__(self):
@@ -117,12 +119,27 @@ class Cluster:
         return [*self.prefill, *self.decode]
 
     async def __aexit__(self, *exc):
+        self._closed = True
+        for task in self._serving:
+            task.cancel()
+        await drained(list(self._serving.values()))
         for engine in self.decode:
             await engine.stop()
         self._to_close.close()
 
     async def generate(self, session: str, prompt, num_new_tokens: int) -> EngineRequest:
         """Serve one request: all tokens generated, all its full blocks stored."""
+        if self._closed:
+            raise Closed("the cluster is closed")
+        task, ended = asyncio.current_task(), asyncio.get_running_loop().create_future()
+        self._serving[task] = ended
+        try:
+            return await self._generate(session, prompt, num_new_tokens)
+        finally:
+            del self._serving[task]
+            ended.set_result(None)
+
+    async def _generate(self, session, prompt, num_new_tokens):
         config, namespace = self.config, self.config.namespace(session)
         prompt = token_array(prompt)
         longest = len(prompt) + num_new_tokens
@@ -166,12 +183,18 @@ class Cluster:
         """Ask the scheduler what can start now; at once, since nobody here is far away."""
         if not self.scheduler.num_waiting:
             return
+        left = False
         for route in self.scheduler.fetch(*self._reports()):
             request, routed = self._waiting.pop(route.request_id)
+            if routed.cancelled():                  # and its task has not heard of it yet
+                left = True
+                continue
             request.path, request.reason = route.path, route.reason
             pe, de = self.prefill[route.prefill_engine], self.decode[route.decode_engine]
             routed.set_result(Serving(request, pe, de, self._movers[pe.engine_id, de.engine_id],
                                       self.fetch))
+        if left:
+            self.fetch()                            # its place is somebody else's
 
     def _reports(self):
         """What the engines say of themselves, and what was promised to them already."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvio.engine.node import Node
-from kvio.errors import TransferError
+from kvio.errors import Closed, TransferError
 from kvio.layout import block_keys
 from kvio.loader import Binding, persist_plan, run_plan
 from kvio.loader.mover import Mover, Place
@@ -59,6 +59,7 @@ class DecodeEngine(Node):
         self.promised_blocks = 0                    # HBM of assigned requests, held or to come
         self.num_persisted_blocks = self.num_persist_failures = 0
         self._batch, self._joining = [], []
+        self._computing, self._computed = None, ()  # the step that runs, and its sequences
         self._work, self._task = asyncio.Event(), None
 
     @property
@@ -86,43 +87,73 @@ class DecodeEngine(Node):
         try:
             if not sequence.request.finished:
                 await self.compute.begin_decode(sequence)
+                if self._task is None:
+                    raise Closed(f"decode engine {self.name} has stopped")
                 self._joining.append((sequence, mover))
                 self._work.set()
                 await sequence.done
             await asyncio.gather(*sequence.persisting)
         finally:
             sequence.done.cancel()                  # the loop drops it at its next step
+            if sequence in self._computed:          # this one still writes its KV
+                await drained([self._computing])
             await drained(sequence.persisting)
 
     async def _loop(self):
-        while True:
-            if not self._batch and not self._joining:
-                self._work.clear()
-                await self._work.wait()
-            self._batch += self._joining
-            self._joining.clear()
-            self._batch = [entry for entry in self._batch if not entry[0].done.done()]
-            if not self._batch:
-                continue
-            try:
-                await self._step()
-            except Exception as failure:            # fails its batch; later requests are served
-                for sequence, _ in self._batch:
-                    if not sequence.done.done():
-                        sequence.done.set_exception(failure)
+        try:
+            while True:
+                if not self._batch and not self._joining:
+                    self._work.clear()
+                    await self._work.wait()
+                self._batch += self._joining
+                self._joining.clear()
+                self._batch = [entry for entry in self._batch if not entry[0].done.done()]
+                if self._batch:
+                    await self._step_or_fail()
+        finally:                                    # the engine stops: nobody waits for ever
+            for sequence, _ in self._batch + self._joining:
+                sequence.done.cancel()
+
+    async def _step_or_fail(self):
+        """A step that fails, fails its batch; later requests are served."""
+        try:
+            await self._step()
+        except Exception as failure:
+            for sequence, _ in self._batch:
+                if not sequence.done.done():
+                    sequence.done.set_exception(failure)
 
     async def _step(self):
         batch = list(self._batch)
-        made = await self.compute.decode_step([sequence for sequence, _ in batch])
+        try:
+            made = await self._compute_step([sequence for sequence, _ in batch])
+        except Exception as failure:                # theirs; who comes next may fare better
+            for sequence, _ in batch:
+                if not sequence.done.done():
+                    sequence.done.set_exception(failure)
+            return
         for (sequence, mover), (token, margin) in zip(batch, made, strict=True):
+            if sequence.done.done():
+                continue                            # it has left: its blocks are not its own
             sequence.num_tokens += 1
             if mover and sequence.num_tokens % self.layout.block_tokens == 0:
                 block = sequence.num_tokens // self.layout.block_tokens - 1
                 sequence.persisting.append(asyncio.ensure_future(
                     self._persist(sequence, mover, block)))
             sequence.request.add_token(token, margin)
-            if sequence.request.finished and not sequence.done.done():
+            if sequence.request.finished:
                 sequence.done.set_result(None)
+
+    async def _compute_step(self, sequences):
+        """Until it has ended nobody gets the memory of these sequences, whoever is cancelled."""
+        self._computing = asyncio.ensure_future(self.compute.decode_step(sequences))
+        self._computed = sequences
+        try:
+            await asyncio.wait([self._computing])
+            return self._computing.result()
+        finally:
+            await drained([self._computing])
+            self._computing, self._computed = None, ()
 
     async def _persist(self, sequence, mover, block):
         """A block has filled up: HBM -> DRAM -> store."""

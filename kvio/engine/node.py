@@ -51,10 +51,11 @@ class Buffer:
         self._grant()
 
     def _grant(self):
-        while self._waiting and self._waiting[0][1].cancelled():
-            self._waiting.popleft()
         while self._waiting:
             num_blocks, turn = self._waiting[0]
+            if turn.cancelled():                    # and its task has not heard of it yet
+                self._waiting.popleft()
+                continue
             try:
                 ids = self.pool.alloc(num_blocks)
             except OutOfBlocks:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvio._ext.block import crc32c
 from kvio.errors import FormatError, InvalidArgument, LayoutMismatch, StoreError
-from kvio.layout import KEY_DTYPE, BlockLayout
+from kvio.layout import KEY_DTYPE, BlockLayout, any_array
 
 __all__ = ["BITMAP_BYTES", "BLOCK_IO", "Description", "Geometry", "HEADER", "PAGE", "PAGE0",
            "PAGE1", "VERSION", "as_keys", "check_page0", "encode_page0", "encode_page1",
@@ -150,7 +150,7 @@ class Description:
                     and data["layout_fingerprint"] == layout.fingerprint.hex())
             if not sane:
                 raise ValueError("its figures contradict each other")
-        except (KeyError, TypeError, ValueError) as wrong:
+        except (KeyError, TypeError, ValueError, MemoryError, RecursionError) as wrong:
             raise FormatError(errno.EBADMSG, f"{damaged} ({wrong})") from None
         return cls(store, layout, geometry)
 
@@ -293,7 +293,7 @@ def as_keys(keys) -> np.ndarray:
         if any(len(key) != 16 for key in keys):
             raise InvalidArgument("a key is 16 bytes")
         keys = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
-    array = np.asarray(keys)
+    array = any_array(keys, "keys")
     if array.dtype == KEY_DTYPE and array.ndim == 1:
         return np.ascontiguousarray(array)
     if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != 16:

@@ -1,5 +1,6 @@
 """Rings as users see them, and which back end moves the bytes."""
 import errno
+import threading
 import warnings
 import weakref
 from typing import NamedTuple
@@ -51,7 +52,7 @@ class Ring:
     def __init__(self, store, name, ring):
         self.store, self.name, self._ring = store, name, ring
         self._transfers = weakref.WeakSet()
-        self._closed = False
+        self._closed, self._ending = False, threading.RLock()
 
     def __repr__(self):
         return f"<Ring {self.name} of {self.store!r}>"
@@ -96,21 +97,22 @@ class Ring:
         """Stop the ring. Busy while transfers are in flight, unless `drain` waits for them or
         `cancel` gives up those that have not started."""
         with self.store._lock:
-            if self._closed:
-                return
             waiting = list(self._transfers)
-            if self._ring.in_flight and not (drain or cancel):
+            if not (self._closed or drain or cancel) and self._ring.in_flight:
                 raise Busy(f"ring {self.name} has {self._ring.in_flight} batches in flight: wait "
                            "for them, or close(drain=True) or close(cancel=True)")
             self._closed = True
-            self.store._rings.discard(self)
-        for transfer in waiting:
-            if cancel:
+        if cancel:
+            for transfer in waiting:
                 transfer.cancel()
-            else:
+        # Whoever comes second (or after an interrupt) returns when nothing is in flight either.
+        with self._ending:
+            for transfer in waiting:
                 transfer._handle.wait(None)
-        self._ring.close()
-        self.store._writer.release(self)
+            self._ring.close()
+            with self.store._lock:
+                self.store._writer.release(self)
+                self.store._rings.discard(self)
 
     def _opened(self):
         if self._closed:

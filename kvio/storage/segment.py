@@ -251,6 +251,7 @@ class Writer:
         """Blocks of this segment have become valid."""
         with self._lock:
             self._by_number[number].live += count
+            self._by_number[number].dirty = True    # a sync may have come while it was written
 
     def give_back(self, number: int, slot: int, *, was_valid: bool, suspect: bool) -> None:
         """A slot is free again. `suspect`: its header may be valid on disk, so the next write

@@ -23,6 +23,7 @@ from kvio.completion import Transfer
 from kvio.errors import (BackendUnavailable, Busy, Closed, InvalidArgument, LayoutMismatch,
                          StoreError, TransferError, checked_int, errno_name)
 from kvio.layout import BlockLayout
+from kvio.memory import BlockPool
 from kvio.storage import format as fmt
 from kvio.storage.format import BLOCK_IO, as_keys, key_list
 from kvio.storage.index import Index
@@ -32,6 +33,7 @@ from kvio.storage.segment import Scan, Writer, scan_folder
 __all__ = ["BlockStore", "Ring"]
 
 SEGMENT_BYTES = 1 << 30
+INT64_MAX = 2**63 - 1
 QUEUE_DEPTH = 32
 IO_BYTES = 1 << 20          # larger blocks are split, neighbours merge up to this
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
@@ -62,7 +64,7 @@ class BlockStore:
         self._regions = {}              # id(pool) -> (weak reference, region number)
         self._writing = []              # [(batch, slots)] whose blocks the index does not know
         self._announced = False
-        self._closed = False
+        self._closed = self._ended = False      # refuses calls; has given everything back
         self._counts = {"matched_blocks": 0, "asked_blocks": 0, "hit_blocks": 0,
                         "missed_blocks": 0, "lost_blocks": 0, "stored_blocks": 0,
                         "already_stored_blocks": 0, "refused_blocks": 0}
@@ -89,7 +91,7 @@ class BlockStore:
         _check_options(layout, backend, verify, durability, capacity_bytes, segment_bytes,
                        queue_depth)
         try:
-            path = os.path.abspath(os.fspath(path))
+            path = os.path.abspath(os.fsdecode(path))
         except TypeError:
             raise InvalidArgument(f"path must be a str or os.PathLike, not {path!r}") from None
         backend, reason = choose_backend(backend)
@@ -150,7 +152,9 @@ class BlockStore:
 
     def sync(self) -> None:
         """Make every write that has completed survive a power loss. Blocks; StoreError."""
-        self._check_open()
+        with self._lock:
+            self._check_open()
+            self._harvest()                 # what has completed is dirty, whoever has seen it
         try:
             self._writer.sync()
         except OSError as failed:
@@ -161,9 +165,9 @@ class BlockStore:
                   name: str | None = None, window_ns: int = 1_000_000_000) -> Ring:
         """A further ring, each direction paced to an emulated bandwidth (0: unpaced). It lives
         until it or the store is closed."""
-        checked_int("read_bytes_per_s", read_bytes_per_s, 0)
-        checked_int("write_bytes_per_s", write_bytes_per_s, 0)
-        checked_int("window_ns", window_ns, 1)
+        checked_int("read_bytes_per_s", read_bytes_per_s, 0, INT64_MAX)
+        checked_int("write_bytes_per_s", write_bytes_per_s, 0, INT64_MAX)
+        checked_int("window_ns", window_ns, 1, INT64_MAX)
         with self._lock:
             self._check_open()
             try:
@@ -221,7 +225,7 @@ class BlockStore:
         blocks["status"][missing[len(places):]] = -failure
         try:
             return self._submit(ring, True, blocks, pool, ids, lambda *_: None, self._written)
-        except BaseException:
+        except (Closed, InvalidArgument):       # refused; after anything else it may be under way
             for number, slot, flags in places:
                 self._writer.give_back(int(number), int(slot), was_valid=False,
                                        suspect=bool(flags))
@@ -229,6 +233,8 @@ class BlockStore:
 
     def _arguments(self, keys, pool, block_ids):
         self._check_open()
+        if not isinstance(pool, BlockPool):         # others keep no Full Blocks to write over
+            raise InvalidArgument(f"a store moves blocks of a BlockPool, not of {pool!r}")
         if pool.layout != self.layout:
             raise LayoutMismatch(f"the pool holds blocks of {pool.layout}, the store those of "
                                  f"{self.layout}")
@@ -246,7 +252,8 @@ class BlockStore:
                                           pool.region.nbytes)
         except (OSError, ValueError) as failed:
             pool.unpin(ids)
-            if isinstance(failed, (Closed, InvalidArgument)):
+            ring._opened()                          # Closed meanwhile?
+            if isinstance(failed, InvalidArgument):
                 raise
             raise InvalidArgument(f"the ring refused the batch: {failed}") from failed
 
@@ -379,7 +386,7 @@ class BlockStore:
         with self._lock:
             self._check_open()
             self._harvest()
-            rings = {ring.name: ring.stats() for ring in self._rings}
+            rings = {ring.name: ring.stats() for ring in self._rings if not ring._closed}
             direct = [d for d in (self.scan.direct_io, self._writer.direct_io) if d is not None]
             codes = {ring["register_errno"] for ring in rings.values()} - {0}
             return {
@@ -402,10 +409,10 @@ class BlockStore:
             self._closed = True
             return
         with self._lock:
-            if self._closed:
+            if self._ended:
                 return
             busy = sum(ring._ring.in_flight for ring in self._rings)
-            if busy and not (drain or cancel):
+            if busy and not self._closed and not (drain or cancel):
                 raise Busy(f"the store at {self.path} has {busy} batches in flight: wait for them, "
                            "or close(drain=True) or close(cancel=True)")
             self._closed = True
@@ -413,9 +420,11 @@ class BlockStore:
         for ring in rings:
             ring.close(drain=True, cancel=cancel)
         with self._lock:
-            self._harvest()
-            self._files.stop()
-            self._writer.finish()
+            if not self._ended:
+                self._harvest()
+                self._files.stop()
+                self._writer.finish()
+                self._ended = True
         _open_stores.discard(self)
 
     def _check_open(self):
@@ -432,7 +441,7 @@ class BlockStore:
         self.close(drain=kind is None, cancel=kind is not None)
 
     def __del__(self):
-        if not getattr(self, "_closed", True) and self._pid == os.getpid():
+        if not getattr(self, "_ended", True) and self._pid == os.getpid():
             warnings.warn(f"{self!r} was never closed", ResourceWarning, source=self)
             self.close(cancel=True)
 
@@ -455,8 +464,8 @@ def _check_options(layout, backend, verify, durability, capacity_bytes, segment_
         raise InvalidArgument("verify='never' needs durability='durable': without fdatasync a "
                               "power cut can leave a header whose payload never arrived")
     if capacity_bytes is not None:
-        checked_int("capacity_bytes", capacity_bytes, 1)
-    checked_int("segment_bytes", segment_bytes, 1)
+        checked_int("capacity_bytes", capacity_bytes, 1, INT64_MAX)
+    checked_int("segment_bytes", segment_bytes, 1, INT64_MAX)
     checked_int("queue_depth", queue_depth, 1, 4096)
 
 
@@ -468,9 +477,9 @@ def _describe(path, layout, segment_bytes, create):
             os.makedirs(path, exist_ok=True)
         if not os.path.isdir(path):
             raise FileNotFoundError(errno.ENOENT, "no such directory")
-    except OSError as failed:
-        raise StoreError(failed.errno, f"cannot open a store at {path}: give a directory") \
-            from failed
+    except (OSError, ValueError) as failed:             # ValueError: a zero byte in it
+        raise StoreError(getattr(failed, "errno", errno.EINVAL),
+                         f"cannot open a store at {path!r}: give a directory") from failed
     description = fmt.read_description(path)
     if description is None:
         if not create:
