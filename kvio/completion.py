@@ -27,12 +27,13 @@ import weakref
 import numpy as np
 
 from kvio import memory
-from kvio.errors import InvalidArgument, TransferError, TransferTimeout, errno_name
+from kvio.errors import Closed, InvalidArgument, TransferError, TransferTimeout, errno_name
 
 __all__ = ["Transfer", "in_flight", "reap"]
 
 _in_flight: set = set()
-_lock = threading.Lock()
+_lock = threading.RLock()       # the garbage collector may run a transfer's end inside of us
+_generation = 0                 # of this process: a forked child is the next one
 
 
 class Transfer:
@@ -43,17 +44,19 @@ class Transfer:
     all elements succeeded and raises `TransferError` otherwise.
     """
 
-    __slots__ = ("_handle", "_keep", "_on_drain", "_finish", "_what", "__weakref__")
+    __slots__ = ("_handle", "_keep", "_on_drain", "_finish", "_what", "_process", "__weakref__")
 
     def __init__(self, handle, what, *, keep=(), on_drain=None, finish=None):
         """`what` names the batch in errors; `finish(status)` computes the result."""
-        self._handle, self._what = handle, what
+        self._handle, self._what, self._process = handle, what, _generation
         self._keep, self._on_drain = keep, [on_drain] if on_drain else []
         self._finish = finish or self._all_or_error
         with _lock:
             _in_flight.add(self)
 
     def __repr__(self):
+        if self._process != _generation:
+            return f"<Transfer {self._what}, of a parent process>"
         status = self.status
         failed = int(np.count_nonzero((status != 0) & (status != -errno.EINPROGRESS)))
         state = "done" if self.done else "in flight"
@@ -62,6 +65,7 @@ class Transfer:
     @property
     def done(self) -> bool:
         """True once drained. Looks (and drives a soft NIC a little), never blocks."""
+        self._check_process()
         if not self._handle.poll():
             return False
         self._drained()
@@ -94,6 +98,7 @@ class Transfer:
 
     def wait(self, timeout: float | None = None):
         """Block until drained; the result, or the error. TransferTimeout after `timeout` s."""
+        self._check_process()
         if timeout is not None:
             timeout = _seconds(timeout)
         if not self._handle.wait(timeout):
@@ -102,14 +107,25 @@ class Transfer:
         return self._result()
 
     def __await__(self):
+        self._check_process()
         if not self._handle.poll():
             yield from _readable(self._handle).__await__()
         return self._result()
 
     def cancel(self) -> None:
         """Give up the elements that have not started (ECANCELED); return once drained."""
+        self._check_process()
         self._handle.cancel()
         self._handle.wait(None)
+        self._drained()
+
+    def _check_process(self):
+        if self._process != _generation:
+            raise Closed(f"{self._what}: it belongs to the process that forked this one, whose "
+                         "devices are not ours; open store and NIC again in the child")
+
+    def abandon(self) -> None:
+        """For whoever made it: submitting has failed, so nothing is in flight."""
         self._drained()
 
     def _result(self):
@@ -162,8 +178,9 @@ memory.last_resorts.append(reap)
 
 def _forget_parents():
     """A forked child has none of its parent's devices: it must not drive them, nor free them."""
-    global _in_flight, _lock, _of_parents
-    _of_parents, _in_flight, _lock = (_of_parents, _in_flight), set(), threading.Lock()
+    global _in_flight, _lock, _of_parents, _generation
+    _of_parents, _in_flight, _lock = (_of_parents, _in_flight), set(), threading.RLock()
+    _generation += 1
 
 
 _of_parents = None

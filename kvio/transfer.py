@@ -344,24 +344,32 @@ class Peer:
     def __repr__(self):
         return f"<Peer {self.nic.name} -> {self.remote_name}, {'/'.join(self._qps) or 'closed'}>"
 
-    def read(self, descriptors, traffic_class: TrafficClass = KV, *, keep=()) -> Transfer:
+    def read(self, descriptors, traffic_class: TrafficClass = KV, *, keep=(),
+             on_drain=None) -> Transfer:
         """Read remote blocks into local ones: one doorbell, one completion.
 
         descriptors: an array of WR_DTYPE, or an object with `.wrs` and maybe `.sges`,
         `.local_offset`, `.remote_offset` (added to the addresses). `keep`: what must live as
-        long as the transfer; registered memory does anyway.
+        long as the transfer; registered memory does anyway. `on_drain()` is called once no device
+        touches the memory any more, also if posting fails.
         """
-        return self._post(READ, descriptors, None, traffic_class, keep)
+        return self._post(READ, descriptors, None, traffic_class, keep, on_drain)
 
-    def write(self, descriptors, traffic_class: TrafficClass = KV, *, keep=()) -> Transfer:
+    def write(self, descriptors, traffic_class: TrafficClass = KV, *, keep=(),
+              on_drain=None) -> Transfer:
         """Write local blocks to remote ones; otherwise like `read`."""
-        return self._post(WRITE, descriptors, None, traffic_class, keep)
+        return self._post(WRITE, descriptors, None, traffic_class, keep, on_drain)
 
-    def post(self, wrs, sges=None, traffic_class: TrafficClass = KV, *, keep=()) -> Transfer:
+    def post(self, wrs, sges=None, traffic_class: TrafficClass = KV, *, keep=(),
+             on_drain=None) -> Transfer:
         """Work requests with their own opcodes, and their scatter-gather entries (SGE_DTYPE)."""
-        return self._post(0, wrs, sges, traffic_class, keep)
+        return self._post(0, wrs, sges, traffic_class, keep, on_drain)
 
-    def _post(self, opcode, descriptors, sges, traffic_class, keep):
+    def _post(self, opcode, descriptors, sges, traffic_class, keep, on_drain):
+        name = getattr(traffic_class, "name", None)
+        handle = _nic.Batch()               # held before the device has it, whatever interrupts us
+        transfer = Transfer(handle, self._whats.get((opcode, name), "post"), keep=keep,
+                            on_drain=on_drain)
         wrs = getattr(descriptors, "wrs", None)
         if wrs is None:
             wrs, local_offset, remote_offset = descriptors, 0, 0
@@ -375,12 +383,12 @@ class Peer:
                                       f"{wrs.dtype} of shape {wrs.shape}")
             if sges is not None and (sges.dtype != SGE_DTYPE or sges.ndim != 1):
                 raise InvalidArgument("sges must be a one-dimensional array of SGE_DTYPE")
-            name = traffic_class.name
-            handle = self._qps[name].post(wrs, sges, opcode, int(local_offset) & _MASK,
-                                          int(remote_offset) & _MASK)
+            self._qps[name].post(wrs, sges, opcode, int(local_offset) & _MASK,
+                                 int(remote_offset) & _MASK, handle)
         except (OSError, ValueError, TypeError, BufferError, AttributeError, KeyError) as wrong:
+            transfer.abandon()
             raise self._explain(wrong, opcode, traffic_class) from None
-        return Transfer(handle, self._whats[opcode, name], keep=keep)
+        return transfer
 
     def _explain(self, wrong, opcode, traffic_class):
         if isinstance(wrong, InvalidArgument):

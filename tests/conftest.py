@@ -1,5 +1,6 @@
 """What all tests share: required parts (see require.py), and single-threaded BLAS."""
 import os
+import sys
 
 # With a busy second core, two BLAS threads stall each other. Before anyone imports numpy.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -7,6 +8,14 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest                                                               # noqa: E402
 
 from require import need, parts_required, parts_used, required, skip_or_fail    # noqa: E402, F401
+
+
+@pytest.fixture(autouse=True)
+def drained_transfers_are_let_go():
+    """Transfers that a test dropped do not count as in flight in the next one."""
+    yield
+    if "kvio.completion" in sys.modules:
+        sys.modules["kvio.completion"].reap()
 
 
 def pytest_configure(config):

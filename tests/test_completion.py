@@ -11,7 +11,7 @@ import pytest
 
 from kvio import completion
 from kvio.completion import Transfer
-from kvio.errors import Busy, InvalidArgument, OutOfBlocks, TransferError, TransferTimeout
+from kvio.errors import Busy, Closed, InvalidArgument, OutOfBlocks, TransferError, TransferTimeout
 from kvio.layout import BlockLayout
 from kvio.memory import BlockPool
 from kvio.storage import BlockStore
@@ -235,3 +235,46 @@ def test_time_outs_are_numbers(tmp_path, ring):
         for timeout in (float("nan"), "1", [], 1j):
             with pytest.raises(InvalidArgument):
                 transfer.wait(timeout)
+
+
+def test_a_forked_child_is_told_whose_transfer_it_is(tmp_path):
+    layout = BlockLayout(1, 4, 1024)
+    with BlockStore.open(tmp_path, layout) as store, BlockPool(layout, 1) as pool:
+        transfer = store.read(np.zeros((1, 16), np.uint8), pool, pool.alloc(1))
+        pid = os.fork()
+        if pid == 0:
+            said = 0
+            for call in (transfer.wait, transfer.cancel, lambda: transfer.done):
+                try:
+                    call()
+                except Closed:
+                    said += 1
+            os._exit(0 if said == 3 and "parent" in repr(transfer) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert transfer.wait() == 0
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_memory_is_pinned_before_the_device_has_it(tmp_path, monkeypatch, refused):
+    """Whatever interrupts a submission, the blocks are pinned and the transfer is held."""
+    layout = BlockLayout(1, 4, 1024)
+    with BlockStore.open(tmp_path, layout) as store, BlockPool(layout, 1) as pool:
+        ring, ids, seen = store.open_ring(), pool.alloc(1), []
+
+        class Watched:
+            def submit(self, *args):
+                seen.append((completion.in_flight(), int(pool._pins.sum())))
+                if refused:
+                    raise OSError(errno.ENOMEM, "refused")
+                return inner.submit(*args)
+
+        inner, ring._opened = ring._ring, lambda: Watched()
+        before = completion.in_flight()
+        if refused:
+            with pytest.raises(InvalidArgument, match="refused"):
+                ring.read(np.zeros((1, 16), np.uint8), pool, ids)
+        else:
+            assert ring.read(np.zeros((1, 16), np.uint8), pool, ids).wait() == 0
+        assert seen == [(before + 1, 1)]
+        assert completion.in_flight() == before and not pool._pins.any()
+        del ring._opened

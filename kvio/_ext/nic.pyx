@@ -86,6 +86,7 @@ cdef class Nic:
     cdef readonly dict owners           # key -> what keeps the region's memory alive
     cdef readonly bint closed
     cdef int calls                      # inside C without the GIL, on its queue pairs
+    cdef int draining                   # of which on all of them at once
 
     def __cinit__(self, Fabric fabric not None, uint64_t bytes_per_s, uint32_t mtu,
                   uint32_t queue_depth, uint32_t max_sge):
@@ -137,8 +138,12 @@ cdef class Nic:
         self._check_open()
         while True:
             nap = min(left, SLICE_NS)
+            self.calls += 1
+            self.draining += 1
             with nogil:
                 batches = kvio_nic_drain(self._nic, cancel, nap)
+            self.draining -= 1
+            self.calls -= 1
             PyErr_CheckSignals()
             left -= nap
             if batches == 0 or left == 0:
@@ -247,20 +252,25 @@ cdef class QueuePair:
     def close(self):
         if self._qp is NULL:
             return
-        if self.calls:
+        if self.calls or self.nic.draining:
             check(-EBUSY)
         if not self.nic.closed:
             check(kvio_qp_destroy(self._qp))
         self._qp = NULL
 
     def post(self, wrs, sges=None, uint32_t opcode=0, uint64_t local_offset=0,
-             uint64_t remote_offset=0):
-        """Post a batch; the descriptors are copied. EINVAL: malformed, nothing was posted."""
+             uint64_t remote_offset=0, Batch batch=None):
+        """Post a batch; the descriptors are copied. EINVAL: malformed, nothing was posted. A
+        `Batch()` made before can be given, so that who holds the memory holds the batch before
+        the device has it."""
         cdef Py_buffer wr_view, sge_view
         cdef kvio_post post
-        cdef Batch batch
         cdef int rc
         self._check_open()
+        if batch is None:
+            batch = Batch()
+        if batch.qp is not None:
+            raise ValueError("the batch was posted already")
         memset(&post, 0, sizeof(post))
         post.local_offset, post.remote_offset = local_offset, remote_offset
         post.opcode = opcode
@@ -273,29 +283,36 @@ cdef class QueuePair:
                 PyObject_GetBuffer(sges, &sge_view, PyBUF_C_CONTIGUOUS)
                 post.sges = <kvio_sge *>sge_view.buf
                 post.num_sges = sge_view.len // sizeof(kvio_sge)
-            batch = Batch.__new__(Batch)
             batch.qp = self
+            batch._posting = True       # others may look at it while we are without the GIL
             self._enter()
             with nogil:
                 rc = kvio_batch_post(self._qp, &post, &batch._batch)
             self._leave()
+            if rc == 0:
+                batch._look()
+            batch._posting = False
             if sges is not None:
                 PyBuffer_Release(&sge_view)
         finally:
             PyBuffer_Release(&wr_view)
         check(rc)
-        batch._look()
         return batch
 
 
 @cython.no_gc
 cdef class Batch:
-    """The handle of a transfer: see kvio.completion for the protocol."""
+    """The handle of a transfer: see kvio.completion for the protocol. One that was never posted
+    counts as drained."""
     cdef kvio_batch *_batch
     cdef kvio_batch_info _info
+    cdef bint _posting
     cdef readonly QueuePair qp
     cdef Py_ssize_t _shape[1]
     cdef Py_ssize_t _strides[1]
+
+    def __cinit__(self):
+        self._info.drained = 1
 
     def __dealloc__(self):
         if self._batch is not NULL:
@@ -309,6 +326,8 @@ cdef class Batch:
 
     def poll(self) -> bool:
         """Drive without blocking; True once every element has drained."""
+        if self._posting:
+            return False
         if self._info.drained:
             return True
         if self.qp.nic.closed:
@@ -337,8 +356,10 @@ cdef class Batch:
         """Give up what has not started; wait() for the rest."""
         if self.poll():
             return
+        self.qp._enter()
         with nogil:
             kvio_batch_cancel(self._batch)
+        self.qp._leave()
 
     def fileno(self) -> int:
         """An eventfd, readable once drained."""

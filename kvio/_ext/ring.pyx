@@ -158,13 +158,17 @@ cdef class Ring:
         return self._ring
 
     def submit(self, bint write, blocks, uint64_t region, uint64_t region_addr,
-               uint64_t region_nbytes):
-        """Submit an array of BLOCK_IO (copied); returns its Batch."""
-        cdef Batch batch = Batch.__new__(Batch)
+               uint64_t region_nbytes, Batch batch=None):
+        """Submit an array of BLOCK_IO (copied); returns its Batch. A `Batch()` made before can be
+        given, so that who holds the memory holds the batch before the device has it."""
         cdef kvio_ring_batch_params params
         cdef kvio_ring *ring = self.opened()
         cdef Py_buffer view
         cdef int rc
+        if batch is None:
+            batch = Batch()
+        if batch._batch is not NULL:
+            raise ValueError("the batch was submitted already")
         PyObject_GetBuffer(blocks, &view, PyBUF_C_CONTIGUOUS)
         params.write, params.count = write, <uint32_t>(view.len // sizeof(kvio_block_io))
         params.region, params.region_addr = region, region_addr
@@ -263,7 +267,8 @@ cdef class _Array:
 
 
 cdef class Batch:
-    """A batch in flight or drained; its ring completes it whether or not anybody looks."""
+    """A batch in flight or drained; its ring completes it whether or not anybody looks. One that
+    was never submitted counts as drained."""
     cdef kvio_ring_batch *_batch
     cdef Ring _ring
     cdef readonly uint32_t num_blocks
@@ -271,15 +276,20 @@ cdef class Batch:
     def __dealloc__(self):
         kvio_ring_batch_put(self._batch)
 
+    @property
+    def submitted(self):
+        """Has a ring had it?"""
+        return self._batch is not NULL
+
     def poll(self):
         """True once drained."""
-        return bool(kvio_ring_batch_done(self._batch))
+        return self._batch is NULL or bool(kvio_ring_batch_done(self._batch))
 
     def wait(self, timeout_s=None):
         """Sleep without the GIL until drained (True) or for timeout_s (False). Signal handlers
         run meanwhile."""
         cdef int64_t left = -1 if timeout_s is None else max(0, int(timeout_s * 1e9)), slice_ns
-        cdef bint done = kvio_ring_batch_done(self._batch)
+        cdef bint done = self.poll()
         while not done:
             slice_ns = SLICE_NS if left < 0 or left > SLICE_NS else left
             with nogil:
@@ -293,6 +303,8 @@ cdef class Batch:
 
     def cancel(self):
         """What has not started gets -ECANCELED; returns once the rest has drained."""
+        if self.poll():
+            return
         if self._ring._ring is not NULL:
             kvio_ring_batch_cancel(self._batch, self._ring._ring)
         self.wait(None)

@@ -169,7 +169,8 @@ class DecodeEngine(Node):
             await run_plan(steps, lambda step: mover.perform(step, binding))
             self.num_persisted_blocks += 1
         except TransferError:
-            self.num_persist_failures += 1          # a full disk costs reuse, not the request
+            self.num_persist_failures += 1          # it costs reuse, not the request
+            mover.recover()
         finally:
             self.buffer.release(held)
 

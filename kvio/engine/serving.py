@@ -52,6 +52,9 @@ class Serving:
             sequence = Sequence(request, self.de.hbm, self._hbm_ids, request.num_prompt_tokens)
             await self.de.decode(sequence, self.mover if self._persists else None)
             await asyncio.gather(*self._writing)
+        except TransferError:
+            self.mover.recover()                    # the next request finds working queue pairs
+            raise
         finally:
             await drained(self._writing)
             self._free_hbm()
@@ -121,7 +124,7 @@ class Serving:
             await run_plan(steps, lambda step: self.mover.perform(step, binding))
             self.de.num_persisted_blocks += 1
         except TransferError:
-            self.de.num_persist_failures += 1       # a full disk costs reuse, not the request
+            self.de.num_persist_failures += 1       # it costs reuse, not the request
         finally:
             self.de.buffer.release(ids[block:block + 1])
 

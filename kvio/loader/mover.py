@@ -3,7 +3,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvio.errors import BlocksMissing
+from kvio.errors import BlocksMissing, Busy
 from kvio.layout import READ, WRITE, BlockLayout, LayerDescriptors, Side
 from kvio.loader.plan import NIC_READ, STORAGE_READ, STORAGE_WRITE, Step
 
@@ -69,14 +69,26 @@ class Mover:
         peer = self.peers[step.side, (step.source if reads else step.target)[:2]]
         local, remote = (target, source) if reads else (source, target)
         descriptors = self._descriptors(step, binding, READ if reads else WRITE, local, remote)
+        pinned = [(place.pool, self._ids(place, step)) for place in (local, remote)
+                  if place.pool is not None]
+
+        def unpin():
+            for pool, ids in pinned:
+                pool.unpin(ids)
+
+        for pool, ids in pinned:
+            pool.pin(ids)
         post = peer.read if reads else peer.write
-        transfer = post(descriptors, **self._options)
-        for place in (local, remote):
-            if place.pool is not None:
-                ids = self._ids(place, step)
-                place.pool.pin(ids)
-                transfer.when_drained(lambda pool=place.pool, ids=ids: pool.unpin(ids))
-        await transfer
+        await post(descriptors, on_drain=unpin, **self._options)
+
+    def recover(self) -> None:
+        """After a failed move: queue pairs in error work again, unless something is in flight on
+        them (then whoever fails next tries again)."""
+        for peer in self.peers.values():
+            try:
+                peer.reset()
+            except Busy:
+                pass
 
     def _descriptors(self, step, binding, opcode, local, remote):
         """Built for the first layer of a move, then moved from layer to layer."""

@@ -138,7 +138,7 @@ class Writer:
         self.segments: list[_Segment] = []
         self._by_number: dict[int, _Segment] = {}
         self.slots_used = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def place(self, ring, count: int) -> tuple[np.ndarray, int]:
         """Up to `count` slots for `ring`: an array of (segment, slot, flags), adjacent where

@@ -27,13 +27,13 @@ from kvio.memory import BlockPool
 from kvio.storage import format as fmt
 from kvio.storage.format import BLOCK_IO, as_keys, key_list
 from kvio.storage.index import Index
+from kvio.storage.options import INT64_MAX, check_options
 from kvio.storage.ring import Ring, choose_backend
 from kvio.storage.segment import Scan, Writer, scan_folder
 
 __all__ = ["BlockStore", "Ring"]
 
 SEGMENT_BYTES = 1 << 30
-INT64_MAX = 2**63 - 1
 QUEUE_DEPTH = 32
 IO_BYTES = 1 << 20          # larger blocks are split, neighbours merge up to this
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
@@ -88,7 +88,7 @@ class BlockStore:
 
         LayoutMismatch, FormatError, StoreError, BackendUnavailable or InvalidArgument.
         """
-        _check_options(layout, backend, verify, durability, capacity_bytes, segment_bytes,
+        check_options(layout, backend, verify, durability, capacity_bytes, segment_bytes,
                        queue_depth)
         try:
             path = os.path.abspath(os.fsdecode(path))
@@ -246,26 +246,29 @@ class BlockStore:
     def _submit(self, ring, write, blocks, pool, ids, drained, finish):
         blocks["addr"] = np.uint64(pool.region.addr) + ids.astype(np.uint64) * np.uint64(
             pool.block_stride)
-        pool.pin(ids)
-        try:
-            batch = ring._opened().submit(write, blocks, self._region(pool), pool.region.addr,
-                                          pool.region.nbytes)
-        except (OSError, ValueError) as failed:
+        batch = _ring.Batch()
+
+        def on_drain():
             pool.unpin(ids)
+            if batch.submitted:
+                with self._lock:
+                    self._harvest()
+                    drained(batch, blocks)
+
+        # Pinned and held before the device has it, whatever interrupts us.
+        pool.pin(ids)
+        what = f"{'write' if write else 'read'} of {len(ids)} blocks, ring {ring.name}"
+        transfer = Transfer(batch, what, keep=(pool, ring, self), on_drain=on_drain,
+                            finish=finish)
+        try:
+            ring._opened().submit(write, blocks, self._region(pool), pool.region.addr,
+                                  pool.region.nbytes, batch)
+        except (OSError, ValueError) as failed:
+            transfer.abandon()
             ring._opened()                          # Closed meanwhile?
             if isinstance(failed, InvalidArgument):
                 raise
             raise InvalidArgument(f"the ring refused the batch: {failed}") from failed
-
-        def on_drain():
-            pool.unpin(ids)
-            with self._lock:
-                self._harvest()
-                drained(batch, blocks)
-
-        what = f"{'write' if write else 'read'} of {len(ids)} blocks, ring {ring.name}"
-        transfer = Transfer(batch, what, keep=(pool, ring, self), on_drain=on_drain,
-                            finish=finish)
         with self._lock:
             ring._transfers.add(transfer)
             if write:
@@ -279,11 +282,11 @@ class BlockStore:
     def _harvest(self):
         """Blocks whose writes have completed enter the index, whoever waits for them or not.
         The caller holds the lock."""
-        drained = [batch.poll() for batch, _ in self._writing]
-        done = list(itertools.compress(self._writing, drained))
-        if done:
-            self._writing = [entry for entry, d in zip(self._writing, drained) if not d]
-        for batch, to_do in done:
+        writing, self._writing = self._writing, []      # the collector may run us inside of us
+        for batch, to_do in writing:
+            if not batch.poll():
+                self._writing.append((batch, to_do))
+                continue
             blocks = np.frombuffer(batch.blocks, BLOCK_IO)[to_do]
             stored = np.asarray(batch.status)[to_do] == 0
             self._adopt(blocks[stored])
@@ -449,24 +452,6 @@ class BlockStore:
 def _usable_prefix(status) -> int:
     bad = np.flatnonzero(status)
     return int(bad[0]) if len(bad) else len(status)
-
-
-def _check_options(layout, backend, verify, durability, capacity_bytes, segment_bytes,
-                   queue_depth):
-    if not isinstance(layout, BlockLayout):
-        raise InvalidArgument(f"layout must be a BlockLayout, not {type(layout).__name__}")
-    for name, value, allowed in (("backend", backend, ("auto", "uring", "threads")),
-                                 ("verify", verify, ("always", "never")),
-                                 ("durability", durability, ("visible", "durable"))):
-        if value not in allowed:
-            raise InvalidArgument(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
-    if verify == "never" and durability != "durable":
-        raise InvalidArgument("verify='never' needs durability='durable': without fdatasync a "
-                              "power cut can leave a header whose payload never arrived")
-    if capacity_bytes is not None:
-        checked_int("capacity_bytes", capacity_bytes, 1, INT64_MAX)
-    checked_int("segment_bytes", segment_bytes, 1, INT64_MAX)
-    checked_int("queue_depth", queue_depth, 1, 4096)
 
 
 def _describe(path, layout, segment_bytes, create):

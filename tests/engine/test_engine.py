@@ -293,6 +293,8 @@ def test_a_failing_nic_fails_the_request_by_name_and_gives_everything_back(tmp_p
                 assert engine.buffer.pool.num_free == engine.buffer.pool.num_blocks
                 assert engine.num_requests == engine.num_tokens == 0
             assert cluster.decode[0].hbm.num_free == cluster.decode[0].hbm.num_blocks
+            request = await cluster.generate("agent", range(50), 4)     # its peers work again
+            assert request.finished
 
     with BlockStore.open(tmp_path, TIMED) as store:
         asyncio.run(main(store))

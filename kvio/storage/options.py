@@ -1,0 +1,26 @@
+"""The options of a store, checked before anything is made."""
+from kvio.errors import InvalidArgument, checked_int
+from kvio.layout import BlockLayout
+
+__all__ = ["INT64_MAX", "check_options"]
+
+INT64_MAX = 2**63 - 1
+
+
+def check_options(layout, backend, verify, durability, capacity_bytes, segment_bytes,
+                  queue_depth) -> None:
+    """InvalidArgument that names the option; see `BlockStore.open`."""
+    if not isinstance(layout, BlockLayout):
+        raise InvalidArgument(f"layout must be a BlockLayout, not {type(layout).__name__}")
+    for name, value, allowed in (("backend", backend, ("auto", "uring", "threads")),
+                                 ("verify", verify, ("always", "never")),
+                                 ("durability", durability, ("visible", "durable"))):
+        if value not in allowed:
+            raise InvalidArgument(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+    if verify == "never" and durability != "durable":
+        raise InvalidArgument("verify='never' needs durability='durable': without fdatasync a "
+                              "power cut can leave a header whose payload never arrived")
+    if capacity_bytes is not None:
+        checked_int("capacity_bytes", capacity_bytes, 1, INT64_MAX)
+    checked_int("segment_bytes", segment_bytes, 1, INT64_MAX)
+    checked_int("queue_depth", queue_depth, 1, 4096)
