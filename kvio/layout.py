@@ -44,8 +44,8 @@ class BlockLayout:
     bytes_per_token: int | tuple[int, ...] | None = None
 
     def __post_init__(self):
-        for name in ("num_layers", "block_tokens"):
-            object.__setattr__(self, name, checked_int(name, getattr(self, name), 1))
+        for name, most in (("num_layers", 1 << 16), ("block_tokens", 1 << 20)):
+            object.__setattr__(self, name, checked_int(name, getattr(self, name), 1, most))
         per_layer = self.bytes_per_token
         if not isinstance(per_layer, (list, tuple, np.ndarray)):
             per_layer = (per_layer,) * self.num_layers

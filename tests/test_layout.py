@@ -49,7 +49,7 @@ def test_mla_counts_latent_rope_and_indexer():
 
 @pytest.mark.parametrize("arguments", [
     (0, 64, 8), (2, 0, 8), (2, 64, 0), (2, 64, -1), (2, 64, [8]), (2, 64, [8, 0]), (True, 64, 8),
-    (2, 64, 2.5), (2, 64, None), (2.0, 64, 8), (1, 64, 1 << 30),
+    (1 << 40, 64, 8), (2, 1 << 40, 8), (2, 64, 2.5), (2, 64, None), (2.0, 64, 8), (1, 64, 1 << 30),
 ])
 def test_impossible_layouts_are_refused(arguments):
     with pytest.raises(InvalidArgument):
