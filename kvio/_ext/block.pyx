@@ -46,6 +46,18 @@ def crc32c(const uint8_t[::1] data not None, uint32_t crc=0, bint portable=False
     return crc
 
 
+cdef bint _take_ids(kvio_side *side, ids, size_t count) except -1:
+    """Point the side at its block ids; False if they are not `count`. The caller's arguments keep
+    the array alive, so its buffer can be released at once."""
+    cdef Py_buffer view
+    if ids is None:
+        return True
+    PyObject_GetBuffer(ids, &view, PyBUF_SIMPLE)
+    side.block_ids = <const int64_t *>view.buf
+    PyBuffer_Release(&view)
+    return <size_t>view.len == 8 * count
+
+
 cdef class LayerWrs:
     """Work requests of one layer of `count` blocks, kept in a numpy array and moved in place.
 
@@ -61,26 +73,14 @@ cdef class LayerWrs:
                   uint64_t rkey, remote_ids, uint32_t nbytes, uint32_t tail_nbytes):
         """Bases already include the layer's offset. `*_ids` is a contiguous int64 array or None
         for 0, 1, 2, ...; `wrs` is a contiguous array with room for one request a block."""
-        cdef Py_buffer local_view, remote_view
         cdef kvio_side local = kvio_side(local_base, local_stride, 0, lkey, NULL)
         cdef kvio_side remote = kvio_side(remote_base, remote_stride, 0, rkey, NULL)
         cdef int64_t made
         PyObject_GetBuffer(wrs, &self._view, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS)
         self._wrs = <kvio_wr *>self._view.buf
         cdef size_t count = self._view.len // sizeof(kvio_wr)
-        if local_ids is not None:
-            PyObject_GetBuffer(local_ids, &local_view, PyBUF_SIMPLE)
-            local.block_ids = <const int64_t *>local_view.buf
-            if <size_t>local_view.len != 8 * count:
-                count = 0
-            PyBuffer_Release(&local_view)
-        if remote_ids is not None:
-            PyObject_GetBuffer(remote_ids, &remote_view, PyBUF_SIMPLE)
-            remote.block_ids = <const int64_t *>remote_view.buf
-            if <size_t>remote_view.len != 8 * count:
-                count = 0
-            PyBuffer_Release(&remote_view)
-        # The ids stay referenced by the caller's frame during the call: releasing early is safe.
+        if not (_take_ids(&local, local_ids, count) and _take_ids(&remote, remote_ids, count)):
+            count = 0
         made = kvio_describe(self._wrs, opcode, &local, &remote, count, nbytes, tail_nbytes,
                              MAX_LENGTH) if count else -1
         if made < 0:
