@@ -35,7 +35,7 @@ endif
 .PHONY: help demo test bench sanitize wheel setup model clean
 
 help:
-	@echo 'make demo      the real model over both read paths, then the timed run (< 2 min)'
+	@echo 'make demo      the real model over both read paths, then the timed run (< 2 min, set-up aside)'
 	@echo 'make test      all tests, benchmarks once each, the wheel (< 10 min)'
 	@echo 'make bench     the benchmarks, with their table of ratios'
 	@echo 'make sanitize  the C code under ASan + UBSan, then TSan'

@@ -16,16 +16,18 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(run=doctor.run)
     command = commands.add_parser(
         "demo", help="a real model over both read paths, then a timed run: two paths against one",
-        description="Emulated bandwidths are labelled so. Exits 0 when all modes generate the "
-        "same tokens and every hit is as predicted.")
+        description="A real model over both read paths, then a timed run of two paths against "
+        "one; under 2 minutes in all. Emulated bandwidths are labelled so. Exits 0 when all modes "
+        "generate the same tokens and every hit is as predicted.")
     command.add_argument("--json", action="store_true", help="figures for programs on stdout")
     command.add_argument("--only", action="append", choices=["real", "timed"],
-                         help="one part (default: both)")
+                         help="one of the two parts (default: both)")
     command.add_argument("--exact", action="store_true", help="real model: arithmetic that is "
                          "bit for bit the same for any split of the tokens (slower)")
     command.add_argument("--nodes", action="append", metavar="1P2D", help="timed run: prefill and "
                          "decode nodes; may be repeated (default: 1P1D, then 1P2D)")
-    command.add_argument("--turns", type=int, default=5, help="timed run: turns of each agent")
+    command.add_argument("--turns", type=int, default=5, help="timed run: turns of each agent "
+                         "(default: 5)")
     command.add_argument("--dir", help="where the stores are made (default: the temporary "
                          "directory); removed afterwards")
     command.add_argument("--quiet", action="store_true", help="no progress on stderr")

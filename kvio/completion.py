@@ -42,6 +42,9 @@ class Transfer:
     `wait()` and `await` return once the batch has **drained** (no device can touch its memory any
     more). A store's read returns the length of the usable prefix; any other kind returns None if
     all elements succeeded and raises `TransferError` otherwise.
+
+    It may be awaited any number of times. Cancelling an `await` (asyncio.wait_for) leaves the batch
+    in flight; `cancel()` gives it up. For a task use asyncio.ensure_future: it is no coroutine.
     """
 
     __slots__ = ("_handle", "_keep", "_on_drain", "_finish", "_what", "_process", "__weakref__")

@@ -59,7 +59,7 @@ def _extensions():
                 broken.append(f"{name} ({error})")
     if broken or not built:
         return Finding("extensions", "missing", ", ".join(broken) or "none is built",
-                       "install a wheel, or run make in the source tree")
+                       "install a wheel, or run make setup in the source tree")
     return Finding("extensions", "ok", ", ".join(built))
 
 
@@ -81,8 +81,8 @@ def _liburing():
     try:
         code = importlib.import_module("kvio._ext.ring").probe("uring")
     except ImportError as error:
-        return Finding("liburing", "missing", str(error), "install a wheel, or run make in the "
-                       "source tree")
+        return Finding("liburing", "missing", str(error), "install a wheel, or run make setup in "
+                       "the source tree")
     if code == errno.ENOSYS:
         return Finding("liburing", "missing", "kvio was built without it, or the kernel is older "
                        "than 5.11; the store uses threads",
@@ -135,8 +135,8 @@ def _open(name):
 def _verbs():
     library, reason = _open("libibverbs.so.1")
     if library is None:
-        return Finding("libibverbs", "missing", reason, "apt-get install libibverbs1 "
-                       "ibverbs-providers; without an RDMA NIC use the provider soft")
+        return Finding("libibverbs", "missing", reason, "nothing to do: this version of "
+                       "kvio has no provider for RDMA")
     library.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
     library.ibv_get_device_name.restype = ctypes.c_char_p
     count = ctypes.c_int()
@@ -147,7 +147,7 @@ def _verbs():
         library.ibv_free_device_list(devices)
     if not names:
         return Finding("libibverbs", "limited", "the library is here, an RDMA device is not",
-                       "load the NIC's driver (or rdma_rxe for Soft-RoCE): see rdma link")
+                       "nothing to do: this version of kvio has no provider for RDMA")
     return Finding("libibverbs", "ok", f"devices {', '.join(names)}")
 
 
@@ -155,7 +155,8 @@ def _cuda():
     library, reason = _open("libcuda.so.1")
     if library is None:
         return Finding("libcuda", "missing", reason,
-                       "install NVIDIA's driver; without a GPU pools lie in host memory")
+                       "nothing to do: this version of kvio does not use GPUs, pools lie in host "
+                       "memory")
     count = ctypes.c_int()
     code = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
     if code or not count.value:
@@ -167,8 +168,8 @@ def _cuda():
 def _usrbio():
     library, reason = _open("libhf3fs_api_shared.so")
     if library is None:
-        return Finding("3FS USRBIO", "missing", reason, "put 3FS's libhf3fs_api_shared.so on "
-                       "LD_LIBRARY_PATH; local disks do not need it")
+        return Finding("3FS USRBIO", "missing", reason, "nothing to do: this version of kvio "
+                       "stores on local disks only")
     return Finding("3FS USRBIO", "ok", "libhf3fs_api_shared.so")
 
 

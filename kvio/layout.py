@@ -273,11 +273,17 @@ class LayerDescriptors:
             if ids is not None and getattr(ids, "dtype", None) != np.int64:
                 raise InvalidArgument("block ids must be an int64 array (as BlockPool.alloc gives) "
                                       f"or None, not {ids!r}")
+        if opcode not in (READ, WRITE):
+            raise InvalidArgument(f"opcode must be kvio.READ or kvio.WRITE, not {opcode!r}")
         self._args = opcode, local_ids, remote_ids
         self._layout, self._local, self._remote = layout, local, remote
         self._tokens = checked_int("num_tokens", num_tokens, 1)
         self._uniform = layout.is_uniform
-        self._offsets = local.layer_offsets, remote.layer_offsets
+        try:
+            self._offsets = local.layer_offsets, remote.layer_offsets
+        except AttributeError:
+            raise InvalidArgument("local and remote must be Sides, as pool.side(key) gives, not "
+                                  f"{local!r} and {remote!r}") from None
         self._build(layer)
 
     def _build(self, layer):
@@ -296,8 +302,9 @@ class LayerDescriptors:
                 remote.block_stride, remote.key, remote_ids, tokens * per_token,
                 (self._tokens - (count - 1) * tokens) * per_token)
         except (ValueError, OverflowError, BufferError) as wrong:
-            raise InvalidArgument(f"{count} blocks, but the block ids do not fit: {wrong}") \
-                from None
+            given = ", ".join(str(len(ids)) for ids in (local_ids, remote_ids) if ids is not None)
+            raise InvalidArgument(f"{self._tokens} tokens are {count} blocks, which need as many "
+                                  f"ids on each side (here {given or 'None'}): {wrong}") from None
         made = built.num_wrs
         self._wrs = wrs if made == count else wrs[:made]
         self._layer, self._move = layer, built.move
@@ -318,7 +325,7 @@ class LayerDescriptors:
         if layer == old:
             return self
         if not 0 <= layer < self._layout.num_layers:
-            raise InvalidArgument(f"layer {layer} of {self._layout.num_layers}")
+            raise InvalidArgument(f"layer must be 0 to {self._layout.num_layers - 1}, not {layer}")
         if not self._uniform:
             per_token = self._layout.layer_bytes_per_token
             if per_token[layer] != per_token[old]:

@@ -133,9 +133,12 @@ class BlockAllocator:
         """Give blocks back. Those that a transfer still touches follow when it has drained."""
         ids = self.check_ids(block_ids)
         with self._lock:
-            if len(np.unique(ids)) != len(ids) or self._free[ids].any() \
-                    or self._leaving[ids].any():
-                raise InvalidArgument("a block was freed that is not allocated (freed twice?)")
+            if len(np.unique(ids)) != len(ids):
+                raise InvalidArgument("a block is freed twice in one call")
+            stray = self._free[ids] | self._leaving[ids]
+            if stray.any():
+                raise InvalidArgument("blocks were freed that are not allocated (freed twice?): "
+                                      f"{_few(ids[stray])}")
             busy = self._pins[ids] > 0
             self._leaving[ids[busy]] = True
             self._release(ids[~busy])
@@ -144,8 +147,10 @@ class BlockAllocator:
         """A transfer begins to touch these blocks (an id may occur more than once)."""
         with self._lock:
             self._check_open()
-            if self._free[block_ids].any() or self._leaving[block_ids].any():
-                raise InvalidArgument("a transfer names a block that is not allocated")
+            stray = self._free[block_ids] | self._leaving[block_ids]
+            if stray.any():
+                raise InvalidArgument("a transfer names blocks that are not allocated (or were "
+                                      f"freed): {_few(block_ids[stray])}; take them with alloc")
             np.add.at(self._pins, block_ids, 1)
 
     def unpin(self, block_ids: np.ndarray) -> None:
@@ -225,7 +230,8 @@ class BlockPool(BlockAllocator):
             raise InvalidArgument(f"{num_blocks} blocks need {nbytes} bytes, the memory has "
                                   f"{self.region.nbytes}")
         if self.region.addr % PAGE:
-            raise InvalidArgument("the memory must start on a 4 KiB page")
+            raise InvalidArgument("the memory must start on a 4 KiB page, as an mmap does; without "
+                                  "memory= the pool makes its own")
         self._rows = self.region.array[:nbytes].reshape(self.num_blocks, self.block_stride)
         if poison:
             self._rows[:] = POISON
@@ -306,6 +312,11 @@ def _checked(layout):
     if not isinstance(layout, BlockLayout):
         raise InvalidArgument(f"layout must be a BlockLayout, not {type(layout).__name__}")
     return layout
+
+
+def _few(ids) -> str:
+    """Block ids for an error, the first ones of many."""
+    return ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
 
 
 def _choose(free: np.ndarray, count: int) -> np.ndarray:

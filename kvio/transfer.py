@@ -279,7 +279,7 @@ class Nic:
         try:
             self._ext.close()
         except OSError:
-            raise Busy(f"{self.name}: {self._ext.in_flight} transfers of this NIC are in flight, "
+            raise Busy(f"{self.name}: transfers of this NIC are in flight ({self._ext.in_flight}), "
                        "or a peer's on its memory; wait for them, cancel them, or "
                        "close(cancel=True)") from None
         for listener in list(self._listeners):
@@ -351,7 +351,8 @@ class Peer:
         descriptors: an array of WR_DTYPE, or an object with `.wrs` and maybe `.sges`,
         `.local_offset`, `.remote_offset` (added to the addresses). `keep`: what must live as
         long as the transfer; registered memory does anyway. `on_drain()` is called once no device
-        touches the memory any more, also if posting fails.
+        touches the memory any more, also if posting fails. A NIC sees addresses, not blocks:
+        who may free a pool's blocks meanwhile pins them, and unpins them in `on_drain`.
         """
         return self._post(READ, descriptors, None, traffic_class, keep, on_drain)
 

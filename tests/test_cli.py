@@ -48,12 +48,18 @@ def test_demo_json_has_the_promised_figures(tmp_path):
     assert os.listdir(tmp_path) == []                   # the stores are gone
 
 
-@pytest.mark.parametrize("arguments", [("--nodes", "2X"), ("--nodes", "0P1D"), ("--turns", "0"),
-                                       ("--dir", "/nowhere/at/all")])
+@pytest.mark.parametrize("arguments", [("--nodes", "2X"), ("--nodes", "0P1D"), ("--nodes", "1P2"),
+                                       ("--turns", "0"), ("--dir", "/nowhere/at/all")])
 def test_demo_refuses_nonsense_in_one_line(arguments):
     done = kvio("demo", "--quiet", "--only", "timed", *arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr and done.stderr.strip()
+
+
+def test_demo_refuses_nodes_before_the_real_model_runs():
+    done = kvio("demo", "--nodes", "1P1D", "--nodes", "1P2")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "'1P2'" in done.stderr
 
 
 def test_a_missing_model_package_is_named_with_its_remedy(tmp_path):

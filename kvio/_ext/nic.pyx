@@ -29,10 +29,12 @@ HINTS = {
     "LOC_LEN_ERR": "a message is longer than the NIC allows",
     "LOC_QP_OP_ERR": "the opcode must be READ or WRITE",
     "LOC_PROT_ERR": "the local address, length or lkey does not lie in a region registered with "
-                    "this NIC, or the region lacks local write access",
-    "WR_FLUSH_ERR": "an earlier work request of this queue pair failed; reset the peer",
+                    "this NIC, or the region lacks local write access; call peer.reset() before "
+                    "going on",
+    "WR_FLUSH_ERR": "an earlier work request of this queue pair failed; wait for the others, "
+                    "then call peer.reset()",
     "REM_ACCESS_ERR": "the remote address, length or rkey does not lie in a region that the peer "
-                      "has registered with that access; reset the peer before going on",
+                      "has registered with that access; call peer.reset() before going on",
     "RETRY_EXC_ERR": "the peer does not answer: it was closed or its queue pair is in error",
     "CANCELED": "cancelled before it started",
 }

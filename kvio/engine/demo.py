@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -257,12 +258,13 @@ def run(arguments) -> int:
         raise InvalidArgument(f"--dir {arguments.dir}: there is no such directory; make it first")
     if arguments.turns < 1:
         raise InvalidArgument(f"--turns must be at least 1, not {arguments.turns}")
+    settings = list(_settings(arguments))       # refused now, and not after the real model
     report, parts = {}, arguments.only or ("real", "timed")
     if "real" in parts:
         real = real_part(arguments.dir, arguments.exact, progress)
         report["real"] = {**real.pop("modes"), "summary": real}
     if "timed" in parts:
-        timed = [timed_part(setting, arguments.dir, progress) for setting in _settings(arguments)]
+        timed = [timed_part(setting, arguments.dir, progress) for setting in settings]
         for part in timed:
             name = "timed" if part is timed[0] else f"timed_{part['nodes'].lower()}"
             report[name] = {**part.pop("modes"), "summary": part}
@@ -276,10 +278,11 @@ def run(arguments) -> int:
 
 def _settings(arguments):
     for nodes in arguments.nodes or ("1P1D", "1P2D"):
-        prefill, _, decode = nodes.upper().rstrip("D").partition("P")
-        if not (prefill.isdecimal() and decode.isdecimal() and int(prefill) and int(decode)):
-            raise InvalidArgument(f"nodes look like 1P2D, not {nodes!r}")
-        yield replace(TimedSetting(), num_prefill=int(prefill), num_decode=int(decode),
+        counts = re.fullmatch("([1-9][0-9]*)P([1-9][0-9]*)D", nodes.upper())
+        if not counts:
+            raise InvalidArgument("--nodes takes counts of prefill and decode nodes, like 1P2D, "
+                                  f"not {nodes!r}")
+        yield replace(TimedSetting(), num_prefill=int(counts[1]), num_decode=int(counts[2]),
                       num_turns=arguments.turns)
 
 

@@ -2,6 +2,12 @@
 
 __all__ = ["render", "table"]
 
+LEGEND = (
+    "none: no store, every prompt is computed whole. basic: only the prefill side (PE) reads",
+    "storage. dualpath: the side with the shorter reading queue does, PE or decode side (DE).",
+    "JCT: all agents served, their blocks stored. TTFT, TTST, TPOT: to the first token, from it to",
+    "the second, per token after that. SNIC: a node's storage NIC; max/avg 1.00 is balanced.")
+
 
 def render(report: dict) -> str:
     """The whole report: per part what was run, the table of modes, and the verdict."""
@@ -15,7 +21,7 @@ def render(report: dict) -> str:
         "TOKENS DIFFER between modes"
     if not report["ok"]:
         verdict += "; CHECK FAILED: see hits and KV errors above"
-    return "\n".join([*lines, "", f"Result: {verdict}."])
+    return "\n".join([*lines, "", *LEGEND, "", f"Result: {verdict}."])
 
 
 def _modes(part):
@@ -28,7 +34,8 @@ def _real(part):
              "\"HBM\" is host memory", "", table(_modes(part)), "", *_checks(part)]
     for mode, mismatches in summary["mismatches"].items():
         lines += [f"    {mode} against none: {line}" for line in mismatches]
-    return [*lines, f"    {summary['sample']['agent']} says: {summary['sample']['text']!r}"]
+    return [*lines, f"    the agent \"{summary['sample']['agent']}\" generated, in its last turn: "
+            f"{summary['sample']['text']!r}"]
 
 
 def _timed(part):
@@ -88,7 +95,8 @@ def table(modes: dict) -> str:
         rows.append((f"SNIC {name} busy reading", lambda f, n=name: _share(f["snics"].get(n))))
     for name in sorted({n for f in modes.values() for n in f["nics"]}, key=_prefill_first):
         rows.append((f"NIC {name} out / in", lambda f, n=name: _port(f["nics"].get(n))))
-    cells = [["", *modes], *([title, *(show(f) for f in modes.values())] for title, show in rows)]
+    cells = [[title, *(show(f) for f in modes.values())] for title, show in rows]
+    cells = [["", *modes], *(row for row in cells if set(row[1:]) != {"-"})]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = ["  ".join([row[0].ljust(widths[0]),
                         *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))])

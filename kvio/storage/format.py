@@ -290,8 +290,9 @@ def as_keys(keys) -> np.ndarray:
     are roots: their parent is 16 zero bytes.
     """
     if isinstance(keys, (list, tuple)) and all(isinstance(key, bytes) for key in keys):
-        if any(len(key) != 16 for key in keys):
-            raise InvalidArgument("a key is 16 bytes")
+        wrong = next((len(key) for key in keys if len(key) != 16), 16)
+        if wrong != 16:
+            raise InvalidArgument(f"a key is 16 bytes, not {wrong}")
         keys = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
     array = any_array(keys, "keys")
     if array.dtype == KEY_DTYPE and array.ndim == 1:

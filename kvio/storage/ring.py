@@ -99,7 +99,7 @@ class Ring:
         with self.store._lock:
             waiting = list(self._transfers)
             if not (self._closed or drain or cancel) and self._ring.in_flight:
-                raise Busy(f"ring {self.name} has {self._ring.in_flight} batches in flight: wait "
+                raise Busy(f"ring {self.name} has batches in flight ({self._ring.in_flight}): wait "
                            "for them, or close(drain=True) or close(cancel=True)")
             self._closed = True
         if cancel:

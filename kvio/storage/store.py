@@ -234,7 +234,8 @@ class BlockStore:
     def _arguments(self, keys, pool, block_ids):
         self._check_open()
         if not isinstance(pool, BlockPool):         # others keep no Full Blocks to write over
-            raise InvalidArgument(f"a store moves blocks of a BlockPool, not of {pool!r}")
+            raise InvalidArgument("a store moves blocks of a BlockPool, not of a "
+                                  f"{type(pool).__name__} object")
         if pool.layout != self.layout:
             raise LayoutMismatch(f"the pool holds blocks of {pool.layout}, the store those of "
                                  f"{self.layout}")
@@ -416,8 +417,8 @@ class BlockStore:
                 return
             busy = sum(ring._ring.in_flight for ring in self._rings)
             if busy and not self._closed and not (drain or cancel):
-                raise Busy(f"the store at {self.path} has {busy} batches in flight: wait for them, "
-                           "or close(drain=True) or close(cancel=True)")
+                raise Busy(f"the store at {self.path} has batches in flight ({busy}): wait for "
+                           "them, or close(drain=True) or close(cancel=True)")
             self._closed = True
             rings = list(self._rings)
         for ring in rings:
@@ -461,10 +462,11 @@ def _describe(path, layout, segment_bytes, create):
         if create:
             os.makedirs(path, exist_ok=True)
         if not os.path.isdir(path):
-            raise FileNotFoundError(errno.ENOENT, "no such directory")
+            raise FileNotFoundError(errno.ENOENT, "no such directory")      # create=False
     except (OSError, ValueError) as failed:             # ValueError: a zero byte in it
         raise StoreError(getattr(failed, "errno", errno.EINVAL),
-                         f"cannot open a store at {path!r}: give a directory") from failed
+                         f"cannot open a store at {path!r}: give a directory" +
+                         ("" if create else " that exists, or create=True")) from failed
     description = fmt.read_description(path)
     if description is None:
         if not create:
