@@ -1,6 +1,8 @@
 """The command `kvio`: every line of it can be had from the library as well."""
 import argparse
+import signal
 import sys
+import threading
 
 import kvio
 from kvio import doctor
@@ -19,7 +21,8 @@ def parser() -> argparse.ArgumentParser:
         description="A real model over both read paths, then a timed run of two paths against "
         "one; under 2 minutes in all. Emulated bandwidths are labelled so. Exits 0 when all modes "
         "generate the same tokens and every hit is as predicted.")
-    command.add_argument("--json", action="store_true", help="figures for programs on stdout")
+    command.add_argument("--json", action="store_true", help="figures for programs: real.MODE, "
+                         "timed.MODE (the first --nodes), timed_1p2d.MODE (further ones)")
     command.add_argument("--only", action="append", choices=["real", "timed"],
                          help="one of the two parts (default: both)")
     command.add_argument("--exact", action="store_true", help="real model: arithmetic that is "
@@ -40,10 +43,26 @@ def _demo(arguments) -> int:
     return demo.run(arguments)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, on the way that Ctrl-C takes: transfers drain, temporary files go."""
+
+
+def _terminate(*_):
+    raise Terminated
+
+
 def main(argv=None) -> int:
+    if not (sys.argv[1:] if argv is None else argv):
+        parser().print_help()
+        return 2
     arguments = parser().parse_args(argv)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         return arguments.run(arguments)
+    except Terminated:
+        print("terminated", file=sys.stderr)
+        return 143
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

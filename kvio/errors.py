@@ -10,7 +10,7 @@ import os as _os
 
 __all__ = [
     "BackendUnavailable", "BlocksMissing", "Busy", "Closed", "FormatError", "InvalidArgument",
-    "KvioError", "LayoutMismatch", "ModelMissing", "OutOfBlocks", "StoreError",
+    "KvioError", "LayoutMismatch", "MappingFailed", "ModelMissing", "OutOfBlocks", "StoreError",
     "TransferError", "TransferTimeout", "checked_int", "errno_name",
 ]
 
@@ -66,6 +66,10 @@ class Busy(_OsError):
 
 class BackendUnavailable(_OsError):
     """A provider or a storage back end cannot run on this machine; the message says the remedy."""
+
+
+class MappingFailed(_OsError):
+    """The kernel refused the memory of a pool; the message says how much was asked for."""
 
 
 class StoreError(_OsError):

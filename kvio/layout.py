@@ -275,6 +275,9 @@ class LayerDescriptors:
                                       f"or None, not {ids!r}")
         if opcode not in (READ, WRITE):
             raise InvalidArgument(f"opcode must be kvio.READ or kvio.WRITE, not {opcode!r}")
+        if min(len(local.layer_offsets), len(remote.layer_offsets)) < layout.num_layers:
+            raise InvalidArgument(f"each side needs a layer_offset for each of {layout.num_layers} "
+                                  "layers")
         self._args = opcode, local_ids, remote_ids
         self._layout, self._local, self._remote = layout, local, remote
         self._tokens = checked_int("num_tokens", num_tokens, 1)

@@ -5,6 +5,7 @@ export makes resizing impossible). `BlockPool` hands out blocks of one region. A
 freed while a transfer still touches it waits, out of everybody's reach, until that transfer has
 drained; then its epoch rises and it is free.
 """
+import errno
 import mmap
 import os
 import threading
@@ -12,7 +13,7 @@ import warnings
 
 import numpy as np
 
-from kvio.errors import Busy, Closed, InvalidArgument, OutOfBlocks, checked_int
+from kvio.errors import Busy, Closed, InvalidArgument, MappingFailed, OutOfBlocks, checked_int
 from kvio.layout import PAGE, BlockLayout, Side, any_array
 
 __all__ = ["BlockAllocator", "BlockPool", "LayerPool", "POISON", "Region", "anonymous",
@@ -65,9 +66,18 @@ def anonymous(nbytes: int, hugepages: bool = False) -> mmap.mmap:
         except OSError as failed:
             warnings.warn(f"no huge pages ({failed.strerror}; see /proc/sys/vm/nr_hugepages): "
                           "using 4 KiB pages", RuntimeWarning, stacklevel=3)
-    memory = mmap.mmap(-1, -(-nbytes // step) * step, flags)
+    memory = _mapped(-1, -(-nbytes // step) * step, flags)
     memory.madvise(mmap.MADV_DONTFORK)
     return memory
+
+
+def _mapped(fd, nbytes, flags):
+    try:
+        return mmap.mmap(fd, nbytes, flags)
+    except (OSError, OverflowError, ValueError) as refused:
+        raise MappingFailed(getattr(refused, "errno", None) or errno.ENOMEM, f"cannot map {nbytes} "
+                            "bytes: make a smaller pool, or raise the limits (ulimit -v, cgroup "
+                            "memory, vm.overcommit_memory)") from None
 
 
 def sealed_memfd(nbytes: int) -> tuple[mmap.mmap, int]:
@@ -76,8 +86,9 @@ def sealed_memfd(nbytes: int) -> tuple[mmap.mmap, int]:
     import fcntl
     fd = os.memfd_create("kvio", os.MFD_CLOEXEC | _MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, -(-nbytes // PAGE) * PAGE)
-        memory = mmap.mmap(fd, 0, mmap.MAP_SHARED)
+        nbytes = -(-nbytes // PAGE) * PAGE
+        os.ftruncate(fd, nbytes)
+        memory = _mapped(fd, nbytes, mmap.MAP_SHARED)
         memory.madvise(mmap.MADV_DONTFORK)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
     except OSError:
@@ -100,7 +111,7 @@ class BlockAllocator:
     """Which of `num_blocks` blocks are free, held, or freed but still touched by a transfer."""
 
     def __init__(self, num_blocks: int):
-        self.num_blocks = checked_int("num_blocks", num_blocks, 1)
+        self.num_blocks = checked_int("num_blocks", num_blocks, 1, 1 << 31)
         self.epoch = np.zeros(self.num_blocks, np.uint64)
         self._free = np.ones(self.num_blocks, bool)
         self._pins = np.zeros(self.num_blocks, np.int32)

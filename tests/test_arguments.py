@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 
-from kvio.errors import InvalidArgument, checked_int
-from kvio.layout import BlockLayout
+from kvio.errors import InvalidArgument, MappingFailed, StoreError, checked_int
+from kvio.layout import READ, BlockLayout, LayerDescriptors, Side
 from kvio.memory import BlockPool, LayerPool
 from kvio.storage import BlockStore
 
@@ -24,8 +24,6 @@ def test_pools(pools, wrong):
                        ("block_id", lambda: pool.layer(wrong, 0)),
                        ("layer", lambda: pool.layer(0, wrong)),
                        ("layer", lambda: layers.layer(wrong))):
-        if name == "num_blocks" and wrong == 1 << 70:
-            continue                                    # an honest number: OverflowError or ENOMEM
         with pytest.raises(InvalidArgument, match=name):
             call()
     if wrong != 1 << 70:                                # that many blocks are OutOfBlocks
@@ -51,6 +49,24 @@ def test_store_paths(path):
 def test_bytes_per_token(wrong):
     with pytest.raises(InvalidArgument, match="bytes_per_token"):
         BlockLayout(2, 4, wrong)
+
+
+def test_more_memory_than_there_is_is_a_typed_error():
+    with pytest.raises(MappingFailed, match="cannot map"):
+        BlockPool(BlockLayout(1 << 16, 1, 1 << 20), 1 << 30)
+
+
+def test_a_side_needs_an_offset_for_each_layer(pools):
+    side = pools[0].side()
+    short = Side(side.base, side.block_stride, (0,), 1)
+    with pytest.raises(InvalidArgument, match="layer_offset"):
+        LayerDescriptors(READ, LAYOUT, short, None, side, None, 4)
+
+
+def test_a_missing_parent_directory_is_not_made(tmp_path):
+    with pytest.raises(StoreError, match="cannot open"):
+        BlockStore.open(tmp_path / "mount" / "kv", LAYOUT)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_numpys_integers_are_integers():

