@@ -63,7 +63,8 @@ def test_move_511_descriptors(benchmark):
     if not benchmark.disabled:
         benchmark.extra_info["us_per_move"] = 5e5 * benchmark.stats.stats.median
     made.layer(30)
-    assert (made.wrs["remote_addr"] == by_numpy()["remote_addr"] + LAYOUT.layer_offsets[30]).all()
+    assert (made.wrs == by_numpy()).all() and made.local_offset == 0
+    assert made.remote_offset == LAYOUT.layer_offsets[30]
 
 
 @pytest.mark.parametrize("portable", [False, True], ids=["cpu", "portable"])

@@ -57,7 +57,7 @@ class Region:
 def anonymous(nbytes: int, hugepages: bool = False) -> mmap.mmap:
     """Page-aligned shared memory without a name, not inherited by forked children: a child
     would otherwise write into pages that a NIC still knows by their old owner."""
-    flags, step = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS, PAGE
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
     if hugepages:
         try:
             memory = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags | 0x40000)   # MAP_HUGETLB
@@ -66,7 +66,7 @@ def anonymous(nbytes: int, hugepages: bool = False) -> mmap.mmap:
         except OSError as failed:
             warnings.warn(f"no huge pages ({failed.strerror}; see /proc/sys/vm/nr_hugepages): "
                           "using 4 KiB pages", RuntimeWarning, stacklevel=3)
-    memory = _mapped(-1, -(-nbytes // step) * step, flags)
+    memory = _mapped(-1, -(-nbytes // PAGE) * PAGE, flags)
     memory.madvise(mmap.MADV_DONTFORK)
     return memory
 

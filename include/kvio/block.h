@@ -87,9 +87,6 @@ int64_t kvio_describe(struct kvio_wr *out, uint32_t opcode, const struct kvio_si
 		      const struct kvio_side *remote, size_t count, uint32_t nbytes,
 		      uint32_t tail_nbytes, uint32_t max_length);
 
-/* Move descriptors to another layer: adds the deltas to both addresses. */
-void kvio_reoffset(struct kvio_wr *wrs, size_t count, int64_t local_delta, int64_t remote_delta);
-
 _Static_assert(sizeof(struct kvio_key) == 32, "the numpy dtype says 32");
 _Static_assert(sizeof(struct kvio_sge) == 24, "the numpy dtype says 24");
 _Static_assert(sizeof(struct kvio_wr) == 64, "one cache line");

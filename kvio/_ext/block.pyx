@@ -6,7 +6,7 @@ from cpython.buffer cimport (PyBUF_C_CONTIGUOUS, PyBUF_SIMPLE, PyBUF_WRITABLE, P
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from core cimport (kvio_block_keys, kvio_blake2b16, kvio_crc32c, kvio_crc32c_portable,
-                   kvio_describe, kvio_key, kvio_reoffset, kvio_sge, kvio_side, kvio_wr)
+                   kvio_describe, kvio_key, kvio_sge, kvio_side, kvio_wr)
 
 MAX_LENGTH = 1 << 30        # a merged work request stays below every provider's max_msg_sz
 
@@ -58,41 +58,29 @@ cdef bint _take_ids(kvio_side *side, ids, size_t count) except -1:
     return <size_t>view.len == 8 * count
 
 
-cdef class LayerWrs:
-    """Work requests of one layer of `count` blocks, kept in a numpy array and moved in place.
-
-    `move` adds to all addresses; whoever posts them copies them, so moving is safe while an
-    earlier layer is in flight.
-    """
-    cdef Py_buffer _view
-    cdef kvio_wr *_wrs
-    cdef readonly size_t num_wrs
-
-    def __cinit__(self, wrs, uint32_t opcode, uint64_t local_base, uint64_t local_stride,
+def describe_into(wrs, uint32_t opcode, uint64_t local_base, uint64_t local_stride,
                   uint64_t lkey, local_ids, uint64_t remote_base, uint64_t remote_stride,
-                  uint64_t rkey, remote_ids, uint32_t nbytes, uint32_t tail_nbytes):
-        """Bases already include the layer's offset. `*_ids` is a contiguous int64 array or None
-        for 0, 1, 2, ...; `wrs` is a contiguous array with room for one request a block."""
-        cdef kvio_side local = kvio_side(local_base, local_stride, 0, lkey, NULL)
-        cdef kvio_side remote = kvio_side(remote_base, remote_stride, 0, rkey, NULL)
-        cdef int64_t made
-        PyObject_GetBuffer(wrs, &self._view, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS)
-        self._wrs = <kvio_wr *>self._view.buf
-        cdef size_t count = self._view.len // sizeof(kvio_wr)
-        if not (_take_ids(&local, local_ids, count) and _take_ids(&remote, remote_ids, count)):
-            count = 0
-        made = kvio_describe(self._wrs, opcode, &local, &remote, count, nbytes, tail_nbytes,
-                             MAX_LENGTH) if count else -1
-        if made < 0:
-            raise ValueError("one id per block and 0 < tail_nbytes <= nbytes are needed")
-        self.num_wrs = <size_t>made
+                  uint64_t rkey, remote_ids, uint32_t nbytes, uint32_t tail_nbytes) -> int:
+    """Fill `wrs`, a contiguous array with room for one request a block; how many it took.
 
-    def __dealloc__(self):
-        PyBuffer_Release(&self._view)
-
-    def move(self, int64_t local_delta, int64_t remote_delta):
-        """Add the deltas to every local and remote address."""
-        kvio_reoffset(self._wrs, self.num_wrs, local_delta, remote_delta)
+    Bases already include the layer's offset. `*_ids` is a contiguous int64 array or None for
+    0, 1, 2, ...
+    """
+    cdef kvio_side local = kvio_side(local_base, local_stride, 0, lkey, NULL)
+    cdef kvio_side remote = kvio_side(remote_base, remote_stride, 0, rkey, NULL)
+    cdef Py_buffer view
+    cdef int64_t made = -1
+    PyObject_GetBuffer(wrs, &view, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS)
+    cdef size_t count = view.len // sizeof(kvio_wr)
+    try:
+        if _take_ids(&local, local_ids, count) and _take_ids(&remote, remote_ids, count):
+            made = kvio_describe(<kvio_wr *>view.buf, opcode, &local, &remote, count, nbytes,
+                                 tail_nbytes, MAX_LENGTH)
+    finally:
+        PyBuffer_Release(&view)
+    if made <= 0:
+        raise ValueError("one id per block and 0 < tail_nbytes <= nbytes are needed")
+    return made
 
 
 def struct_fields():

@@ -39,7 +39,6 @@ cdef extern from "kvio/block.h" nogil:
     int64_t kvio_describe(kvio_wr *out, uint32_t opcode, const kvio_side *local,
                           const kvio_side *remote, size_t count, uint32_t nbytes,
                           uint32_t tail_nbytes, uint32_t max_length)
-    void kvio_reoffset(kvio_wr *wrs, size_t count, int64_t local_delta, int64_t remote_delta)
 
 cdef extern from "kvio/nic.h" nogil:
     enum:

@@ -125,13 +125,7 @@ class DecodeEngine(Node):
 
     async def _step(self):
         batch = list(self._batch)
-        try:
-            made = await self._compute_step([sequence for sequence, _ in batch])
-        except Exception as failure:                # theirs; who comes next may fare better
-            for sequence, _ in batch:
-                if not sequence.done.done():
-                    sequence.done.set_exception(failure)
-            return
+        made = await self._compute_step([sequence for sequence, _ in batch])
         for (sequence, mover), (token, margin) in zip(batch, made, strict=True):
             if sequence.done.done():
                 continue                            # it has left: its blocks are not its own

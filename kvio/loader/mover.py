@@ -91,7 +91,7 @@ class Mover:
                 pass
 
     def _descriptors(self, step, binding, opcode, local, remote):
-        """Built for the first layer of a move, then moved from layer to layer."""
+        """Built for the first layer of a move, then pointed from layer to layer."""
         key = step.source, step.target, step.tokens
         built = binding.descriptors.get(key)
         if built is None:
