@@ -13,7 +13,8 @@ import pytest
 from kvio import completion
 from kvio.errors import (BackendUnavailable, Busy, Closed, InvalidArgument, TransferError,
                          TransferTimeout)
-from kvio.layout import READ, SGE_DTYPE, WR_DTYPE, WRITE, BlockLayout
+from kvio.layout import (READ, SGE_DTYPE, WR_DTYPE, WRITE, BlockLayout, LayerDescriptors,
+                         Side)
 from kvio.memory import BlockPool
 from kvio.transfer import COLLECTIVE, KV, Access, Nic, TrafficClass
 from nics import Pair, pattern, requests
@@ -66,6 +67,27 @@ def test_offsets_are_added_to_the_addresses(pair):
         wrs, local_offset, remote_offset = pair.read([4096, 8192], [0, 4096], 4096), -4096, 65536
     pair.peer.read(Layer).wait()
     assert (pair.mine[:8192] == pair.theirs[65536:73728]).all()
+
+
+@pytest.mark.parametrize("depth", [3, 2048])
+@pytest.mark.parametrize("widths", [[64] * 4, [64, 32, 64, 128]], ids=["equal", "unequal"])
+def test_one_set_of_descriptors_serves_every_layer(provider, depth, widths):
+    """All layers are posted before any is waited for, also where the queue takes them in parts."""
+    layout, ids = BlockLayout(4, 8, widths), np.array([5, 0, 9, 2, 7], np.int64)
+    pair = Pair(provider, address=uuid.uuid4().hex, queue_depth=depth)
+    offsets = layout.layer_offsets[:4]
+    source = Side(pair.remote.addr, layout.full_block_nbytes, offsets, pair.remote.key)
+    target = Side(pair.local.addr, 8 * max(widths), tuple(o * 100 for o in offsets),
+                  pair.local.key)
+    made = LayerDescriptors(READ, layout, target, None, source, ids, 5 * 8 - 3)
+    for transfer in [pair.peer.read(made.layer(layer)) for layer in (2, 0, 3, 1)]:
+        transfer.wait()
+    for layer, width in enumerate(widths):
+        for i, block in enumerate(ids):
+            nbytes = (8 - 3 * (i == 4)) * width
+            here = 100 * offsets[layer] + i * 8 * max(widths)
+            there = int(block) * layout.full_block_nbytes + offsets[layer]
+            assert (pair.mine[here:here + nbytes] == pair.theirs[there:there + nbytes]).all()
 
 
 @pytest.mark.parametrize("opcode", [READ, WRITE])
