@@ -1,6 +1,6 @@
 """Keys of 1,000 blocks, and the work requests of a layer of 511: what each costs from Python.
 
-Wanted: 1,000 keys of 64 tokens <= 0.6 ms; 511 descriptors <= 5 us to build, <= 1 us to move to
+Wanted: 1,000 keys of 64 tokens <= 0.6 ms; 511 descriptors <= 5 us to build, <= 1 us to point at
 another layer. hashlib in a Python loop is the peer of the keys, numpy that of the descriptors.
 """
 import hashlib

@@ -106,6 +106,8 @@ def checked_int(name: str, value, least: int, most: int | None = None) -> int:
 
     Takes what Python takes as an index (numpy's integers too), but no bool.
     """
+    if type(value) is int and value >= least and (most is None or value <= most):
+        return value                                # nearly always, and callers count microseconds
     try:
         number = _operator.index(value)
     except TypeError:

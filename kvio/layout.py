@@ -20,6 +20,7 @@ __all__ = ["BlockLayout", "KEY_DTYPE", "LayerDescriptors", "READ", "SGE_DTYPE", 
 PAGE = 4096
 READ, WRITE = 1, 2                                  # enum kvio_opcode
 
+_INT64 = np.dtype(np.int64)
 KEY_DTYPE = np.dtype([("key", "u1", (16,)), ("parent", "u1", (16,))])
 WR_DTYPE = np.dtype([("wr_id", "<u8"), ("local_addr", "<u8"), ("remote_addr", "<u8"),
                      ("lkey", "<u8"), ("rkey", "<u8"), ("length", "<u4"), ("opcode", "<u4"),
@@ -271,18 +272,17 @@ class LayerDescriptors:
     def __init__(self, opcode: int, layout: BlockLayout, local: Side, local_ids, remote: Side,
                  remote_ids, num_tokens: int, layer: int = 0):
         """`*_ids` are contiguous int64 arrays of one id a block, or None for 0, 1, 2, ..."""
-        for ids in (local_ids, remote_ids):
-            if ids is not None and getattr(ids, "dtype", None) != np.int64:
-                raise InvalidArgument("block ids must be an int64 array (as BlockPool.alloc gives) "
-                                      f"or None, not {ids!r}")
-        if opcode not in (READ, WRITE):
-            raise InvalidArgument(f"opcode must be kvio.READ or kvio.WRITE, not {opcode!r}")
-        for side in (local, remote):
+        for side, ids in (local, local_ids), (remote, remote_ids):
             if not isinstance(side, Side):
                 raise InvalidArgument(f"a Side is needed, as pool.side(key) gives, not {side!r}")
             if len(side.layer_offsets) < layout.num_layers:
                 raise InvalidArgument("each side needs a layer_offset for each of "
                                       f"{layout.num_layers} layers")
+            if ids is not None and getattr(ids, "dtype", None) != _INT64:
+                raise InvalidArgument("block ids must be an int64 array (as BlockPool.alloc gives) "
+                                      f"or None, not {ids!r}")
+        if opcode not in (READ, WRITE):
+            raise InvalidArgument(f"opcode must be kvio.READ or kvio.WRITE, not {opcode!r}")
         self._args = opcode, local, local_ids, remote, remote_ids
         self._layout, self._tokens = layout, checked_int("num_tokens", num_tokens, 1)
         self._build(checked_int("layer", layer, 0, layout.num_layers - 1))
