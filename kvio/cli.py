@@ -48,7 +48,17 @@ class Terminated(KeyboardInterrupt):
 
 
 def _terminate(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)       # once; then it cleans up in peace
     raise Terminated
+
+
+def _take_sigterm():
+    """The handler that there was, to be put back; None where it stays (ignored, or no main
+    thread)."""
+    if threading.current_thread() is not threading.main_thread() or \
+            signal.getsignal(signal.SIGTERM) in (signal.SIG_IGN, None):
+        return None
+    return signal.signal(signal.SIGTERM, _terminate)
 
 
 def main(argv=None) -> int:
@@ -56,8 +66,7 @@ def main(argv=None) -> int:
         parser().print_help()
         return 2
     arguments = parser().parse_args(argv)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
+    before = _take_sigterm()
     try:
         return arguments.run(arguments)
     except Terminated:
@@ -72,3 +81,6 @@ def main(argv=None) -> int:
     except BrokenPipeError:                 # the reader of our output went away: `| head`
         sys.stdout = None
         return 141
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)

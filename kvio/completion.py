@@ -11,6 +11,9 @@ the one interface users see. A handle is anything with
                             a C thread makes the progress
     status                  int32 array, one per element: 0, -EINPROGRESS or -errno
     stats() -> dict         nbytes, submitted_ns, completed_ns (CLOCK_MONOTONIC)
+    abandon()               it was never submitted and will not be: from now on it has drained
+
+A transfer is made before its handle is submitted; until then poll() says False.
 
 Who owns what: a device may write the transfer's memory until it has drained, whether or not
 anybody still looks at the `Transfer`. So each one is held in `_in_flight`, with the objects in
@@ -129,6 +132,7 @@ class Transfer:
 
     def abandon(self) -> None:
         """For whoever made it: submitting has failed, so nothing is in flight."""
+        self._handle.abandon()
         self._drained()
 
     def _result(self):

@@ -317,8 +317,8 @@ class LayerDescriptors:
         """Point at another layer; returns itself. Requests are built anew only where the layer is
         of another size."""
         built, per_token = self._built, self._layout.layer_bytes_per_token
-        if not 0 <= layer < len(per_token):
-            raise InvalidArgument(f"layer must be 0 to {len(per_token) - 1}, not {layer}")
+        if type(layer) is not int or not 0 <= layer < len(per_token):
+            layer = checked_int("layer", layer, 0, len(per_token) - 1)
         if per_token[layer] != per_token[built]:
             self._build(layer)
             return self

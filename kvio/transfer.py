@@ -371,23 +371,24 @@ class Peer:
         handle = _nic.Batch()               # held before the device has it, whatever interrupts us
         transfer = Transfer(handle, self._whats.get((opcode, name), "post"), keep=keep,
                             on_drain=on_drain)
-        wrs = getattr(descriptors, "wrs", None)
-        if wrs is None:
-            wrs, local_offset, remote_offset = descriptors, 0, 0
-        else:
-            sges = getattr(descriptors, "sges", sges)
-            local_offset = getattr(descriptors, "local_offset", 0)
-            remote_offset = getattr(descriptors, "remote_offset", 0)
         try:
+            wrs = getattr(descriptors, "wrs", descriptors)
+            sges = getattr(descriptors, "sges", sges)
             if wrs.dtype is not WR_DTYPE and wrs.dtype != WR_DTYPE or wrs.ndim != 1:
                 raise InvalidArgument(f"descriptors must be one-dimensional, of WR_DTYPE, not "
                                       f"{wrs.dtype} of shape {wrs.shape}")
             if sges is not None and (sges.dtype != SGE_DTYPE or sges.ndim != 1):
                 raise InvalidArgument("sges must be a one-dimensional array of SGE_DTYPE")
-            self._qps[name].post(wrs, sges, opcode, int(local_offset) & _MASK,
-                                 int(remote_offset) & _MASK, handle)
-        except (OSError, ValueError, TypeError, BufferError, AttributeError, KeyError) as wrong:
+            self._qps[name].post(wrs, sges, opcode,
+                                 int(getattr(descriptors, "local_offset", 0)) & _MASK,
+                                 int(getattr(descriptors, "remote_offset", 0)) & _MASK, handle)
+        except BaseException as wrong:
+            if handle.submitted:            # interrupted, but under way: it ends by itself
+                raise
             transfer.abandon()
+            if not isinstance(wrong, (OSError, ValueError, TypeError, BufferError, AttributeError,
+                                      KeyError)):
+                raise
             raise self._explain(wrong, opcode, traffic_class) from None
         return transfer
 

@@ -263,6 +263,7 @@ def test_memory_is_pinned_before_the_device_has_it(tmp_path, monkeypatch, refuse
 
         class Watched:
             def submit(self, *args):
+                completion.reap()                       # as another thread's alloc does
                 seen.append((completion.in_flight(), int(pool._pins.sum())))
                 if refused:
                     raise OSError(errno.ENOMEM, "refused")

@@ -286,14 +286,13 @@ cdef class QueuePair:
                 post.sges = <kvio_sge *>sge_view.buf
                 post.num_sges = sge_view.len // sizeof(kvio_sge)
             batch.qp = self
-            batch._posting = True       # others may look at it while we are without the GIL
             self._enter()
             with nogil:
                 rc = kvio_batch_post(self._qp, &post, &batch._batch)
             self._leave()
             if rc == 0:
                 batch._look()
-            batch._posting = False
+                batch._pending = False
             if sges is not None:
                 PyBuffer_Release(&sge_view)
         finally:
@@ -304,21 +303,35 @@ cdef class QueuePair:
 
 @cython.no_gc
 cdef class Batch:
-    """The handle of a transfer: see kvio.completion for the protocol. One that was never posted
-    counts as drained."""
+    """The handle of a transfer: see kvio.completion for the protocol. Until it has been posted it
+    is pending, not drained: whoever looks must not take its memory for free."""
     cdef kvio_batch *_batch
     cdef kvio_batch_info _info
-    cdef bint _posting
+    cdef bint _pending
     cdef readonly QueuePair qp
     cdef Py_ssize_t _shape[1]
     cdef Py_ssize_t _strides[1]
 
     def __cinit__(self):
-        self._info.drained = 1
+        self._pending = True
 
     def __dealloc__(self):
         if self._batch is not NULL:
             kvio_batch_put(self._batch)
+
+    @property
+    def submitted(self) -> bool:
+        """Has a queue pair had it?"""
+        return self._batch is not NULL
+
+    def abandon(self):
+        """It was not and will not be posted."""
+        self._pending = False
+
+    cdef kvio_batch *had(self) except NULL:
+        if self._batch is NULL:
+            raise ValueError("the batch was not posted")
+        return self._batch
 
     cdef bint _look(self) noexcept:
         cdef kvio_batch_info info
@@ -328,8 +341,8 @@ cdef class Batch:
 
     def poll(self) -> bool:
         """Drive without blocking; True once every element has drained."""
-        if self._posting:
-            return False
+        if self._batch is NULL or self._pending:
+            return not self._pending
         if self._info.drained:
             return True
         if self.qp.nic.closed:
@@ -342,8 +355,8 @@ cdef class Batch:
         """Drive or sleep without the GIL, at most `timeout` seconds."""
         cdef uint64_t left = nanoseconds(timeout), nap
         cdef int done
-        if self.poll():
-            return True
+        if self.poll() or self._pending:
+            return not self._pending
         while left:
             nap = min(left, SLICE_NS)
             with nogil:
@@ -356,7 +369,7 @@ cdef class Batch:
 
     def cancel(self):
         """Give up what has not started; wait() for the rest."""
-        if self.poll():
+        if self._pending or self.poll():
             return
         self.qp._enter()
         with nogil:
@@ -365,7 +378,7 @@ cdef class Batch:
 
     def fileno(self) -> int:
         """An eventfd, readable once drained."""
-        return check(kvio_batch_event_fd(self._batch))
+        return check(kvio_batch_event_fd(self.had()))
 
     def drive_fd(self) -> int:
         """The fabric's timerfd."""

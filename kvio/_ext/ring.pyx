@@ -267,11 +267,15 @@ cdef class _Array:
 
 
 cdef class Batch:
-    """A batch in flight or drained; its ring completes it whether or not anybody looks. One that
-    was never submitted counts as drained."""
+    """A batch in flight or drained; its ring completes it whether or not anybody looks. Before it
+    is submitted it is pending, not drained: whoever looks must not take its memory for free."""
     cdef kvio_ring_batch *_batch
+    cdef bint _pending
     cdef Ring _ring
     cdef readonly uint32_t num_blocks
+
+    def __cinit__(self):
+        self._pending = True
 
     def __dealloc__(self):
         kvio_ring_batch_put(self._batch)
@@ -281,16 +285,27 @@ cdef class Batch:
         """Has a ring had it?"""
         return self._batch is not NULL
 
+    def abandon(self):
+        """It was not and will not be submitted."""
+        self._pending = False
+
+    cdef kvio_ring_batch *had(self) except NULL:
+        if self._batch is NULL:
+            raise ValueError("the batch was not submitted")
+        return self._batch
+
     def poll(self):
         """True once drained."""
-        return self._batch is NULL or bool(kvio_ring_batch_done(self._batch))
+        if self._batch is NULL:
+            return not self._pending
+        return bool(kvio_ring_batch_done(self._batch))
 
     def wait(self, timeout_s=None):
         """Sleep without the GIL until drained (True) or for timeout_s (False). Signal handlers
         run meanwhile."""
         cdef int64_t left = -1 if timeout_s is None else max(0, int(timeout_s * 1e9)), slice_ns
         cdef bint done = self.poll()
-        while not done:
+        while not done and self._batch is not NULL:
             slice_ns = SLICE_NS if left < 0 or left > SLICE_NS else left
             with nogil:
                 done = kvio_ring_batch_wait(self._batch, slice_ns)
@@ -303,7 +318,7 @@ cdef class Batch:
 
     def cancel(self):
         """What has not started gets -ECANCELED; returns once the rest has drained."""
-        if self.poll():
+        if self._batch is NULL or self.poll():
             return
         if self._ring._ring is not NULL:
             kvio_ring_batch_cancel(self._batch, self._ring._ring)
@@ -311,7 +326,7 @@ cdef class Batch:
 
     def fileno(self):
         """An eventfd, readable once drained."""
-        return check(kvio_ring_batch_fd(self._batch))
+        return check(kvio_ring_batch_fd(self.had()))
 
     def drive_fd(self):
         """-1: the ring's thread makes the progress."""
@@ -321,7 +336,7 @@ cdef class Batch:
     def status(self):
         """int32 per block, read-only: 0, -EINPROGRESS or -errno."""
         cdef _Array array = _Array.__new__(_Array)
-        array._owner, array._data = self, kvio_ring_batch_status(self._batch)
+        array._owner, array._data = self, kvio_ring_batch_status(self.had())
         array._shape, array._stride, array._ints = self.num_blocks, 4, True
         return array
 
@@ -329,7 +344,7 @@ cdef class Batch:
     def blocks(self):
         """The blocks as bytes, with what a write has filled in. Read it when drained."""
         cdef _Array array = _Array.__new__(_Array)
-        array._owner, array._data = self, kvio_ring_batch_blocks(self._batch)
+        array._owner, array._data = self, kvio_ring_batch_blocks(self.had())
         array._shape = self.num_blocks * sizeof(kvio_block_io)
         array._stride, array._ints = 1, False
         return array
@@ -338,5 +353,5 @@ cdef class Batch:
         """nbytes asked for, submitted_ns and completed_ns (CLOCK_MONOTONIC; 0: not yet)."""
         cdef uint64_t nbytes
         cdef int64_t submitted, completed
-        kvio_ring_batch_times(self._batch, &nbytes, &submitted, &completed)
+        kvio_ring_batch_times(self.had(), &nbytes, &submitted, &completed)
         return {"nbytes": nbytes, "submitted_ns": submitted, "completed_ns": completed}

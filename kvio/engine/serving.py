@@ -39,7 +39,7 @@ class Serving:
 
     async def run(self) -> None:
         """All tokens generated and all new full blocks stored."""
-        request = self.request
+        request, failed = self.request, False
         try:
             while True:
                 try:
@@ -53,10 +53,12 @@ class Serving:
             await self.de.decode(sequence, self.mover if self._persists else None)
             await asyncio.gather(*self._writing)
         except TransferError:
-            self.mover.recover()                    # the next request finds working queue pairs
+            failed = True
             raise
         finally:
             await drained(self._writing)
+            if failed:
+                self.mover.recover()                # the next request finds working queue pairs
             self._free_hbm()
             self.leave_all()
 
@@ -125,6 +127,7 @@ class Serving:
             self.de.num_persisted_blocks += 1
         except TransferError:
             self.de.num_persist_failures += 1       # it costs reuse, not the request
+            self.mover.recover()
         finally:
             self.de.buffer.release(ids[block:block + 1])
 

@@ -3,7 +3,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvio.errors import BlocksMissing, Busy
+from kvio.errors import BlocksMissing, Closed
 from kvio.layout import READ, WRITE, BlockLayout, LayerDescriptors, Side
 from kvio.loader.plan import NIC_READ, STORAGE_READ, STORAGE_WRITE, Step
 
@@ -69,25 +69,31 @@ class Mover:
         peer = self.peers[step.side, (step.source if reads else step.target)[:2]]
         local, remote = (target, source) if reads else (source, target)
         descriptors = self._descriptors(step, binding, READ if reads else WRITE, local, remote)
-        pinned = [(place.pool, self._ids(place, step)) for place in (local, remote)
-                  if place.pool is not None]
+        pinned = []
 
         def unpin():
-            for pool, ids in pinned:
+            while pinned:
+                pool, ids = pinned.pop()
                 pool.unpin(ids)
 
-        for pool, ids in pinned:
-            pool.pin(ids)
+        try:
+            for place in (local, remote):
+                if place.pool is not None:
+                    place.pool.pin(self._ids(place, step))
+                    pinned.append((place.pool, self._ids(place, step)))
+        except BaseException:
+            unpin()
+            raise
         post = peer.read if reads else peer.write
         await post(descriptors, on_drain=unpin, **self._options)
 
     def recover(self) -> None:
         """After a failed move: queue pairs in error work again, unless something is in flight on
-        them (then whoever fails next tries again)."""
+        them (then whoever fails next tries again) or the other end is gone."""
         for peer in self.peers.values():
             try:
                 peer.reset()
-            except Busy:
+            except (Closed, OSError):
                 pass
 
     def _descriptors(self, step, binding, opcode, local, remote):

@@ -248,27 +248,32 @@ class BlockStore:
     def _submit(self, ring, write, blocks, pool, ids, drained, finish):
         blocks["addr"] = np.uint64(pool.region.addr) + ids.astype(np.uint64) * np.uint64(
             pool.block_stride)
-        batch = _ring.Batch()
+        batch, pinned = _ring.Batch(), []
 
         def on_drain():
-            pool.unpin(ids)
+            if pinned:
+                pool.unpin(pinned.pop())
             if batch.submitted:
                 with self._lock:
                     self._harvest()
                     drained(batch, blocks)
 
-        # Pinned and held before the device has it, whatever interrupts us.
-        pool.pin(ids)
+        # Held and pinned before the device has it, whatever interrupts us.
         what = f"{'write' if write else 'read'} of {len(ids)} blocks, ring {ring.name}"
         transfer = Transfer(batch, what, keep=(pool, ring, self), on_drain=on_drain,
                             finish=finish)
         try:
+            pool.pin(ids)
+            pinned.append(ids)
             ring._opened().submit(write, blocks, self._region(pool), pool.region.addr,
                                   pool.region.nbytes, batch)
-        except (OSError, ValueError) as failed:
+        except BaseException as failed:
+            if batch.submitted:                     # interrupted, but under way
+                raise
             transfer.abandon()
             ring._opened()                          # Closed meanwhile?
-            if isinstance(failed, InvalidArgument):
+            if isinstance(failed, InvalidArgument) or \
+                    not isinstance(failed, (OSError, ValueError)):
                 raise
             raise InvalidArgument(f"the ring refused the batch: {failed}") from failed
         with self._lock:
@@ -284,17 +289,25 @@ class BlockStore:
     def _harvest(self):
         """Blocks whose writes have completed enter the index, whoever waits for them or not.
         The caller holds the lock."""
-        writing, self._writing = self._writing, []      # the collector may run us inside of us
-        for batch, to_do in writing:
-            if not batch.poll():
-                self._writing.append((batch, to_do))
-                continue
-            blocks = np.frombuffer(batch.blocks, BLOCK_IO)[to_do]
-            stored = np.asarray(batch.status)[to_do] == 0
-            self._adopt(blocks[stored])
-            for block in blocks[~stored]:
-                suspect = bool(block["flags"] & ~np.uint32(fmt.BLOCK_DURABLE))
-                self._give_back(block, was_valid=False, suspect=suspect)
+        # The collector may run us inside of us, and a signal may end us anywhere.
+        writing, self._writing = self._writing, []
+        try:
+            while writing:
+                batch, to_do = writing.pop(0)
+                if batch.poll():
+                    self._adopt_batch(batch, to_do)
+                else:
+                    self._writing.append((batch, to_do))
+        finally:
+            self._writing += writing
+
+    def _adopt_batch(self, batch, to_do):
+        blocks = np.frombuffer(batch.blocks, BLOCK_IO)[to_do]
+        stored = np.asarray(batch.status)[to_do] == 0
+        self._adopt(blocks[stored])
+        for block in blocks[~stored]:
+            suspect = bool(block["flags"] & ~np.uint32(fmt.BLOCK_DURABLE))
+            self._give_back(block, was_valid=False, suspect=suspect)
 
     def _adopt(self, blocks):
         for number in np.unique(blocks["segment"]):

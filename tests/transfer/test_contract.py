@@ -90,6 +90,31 @@ def test_one_set_of_descriptors_serves_every_layer(provider, depth, widths):
             assert (pair.mine[here:here + nbytes] == pair.theirs[there:there + nbytes]).all()
 
 
+def test_a_transfer_that_is_being_posted_is_not_taken_for_drained(pair):
+    """Pools look at all transfers when they are short of blocks, from any thread, at any time."""
+    drained = []
+
+    class Layer:
+        wrs = pair.read(0, 0, 4096)
+
+        @property
+        def local_offset(self):
+            completion.reap()
+            seen.append((completion.in_flight(), list(drained)))
+            return 0
+
+    seen, before = [], completion.in_flight()
+    pair.peer.read(Layer(), on_drain=lambda: drained.append(1)).wait()
+    assert seen == [(before + 1, [])] and drained == [1]
+
+    class Broken:
+        wrs = property(lambda self: 1 // 0)
+
+    with pytest.raises(ZeroDivisionError):
+        pair.peer.read(Broken(), on_drain=lambda: drained.append(2))
+    assert drained == [1, 2] and completion.in_flight() == before
+
+
 @pytest.mark.parametrize("opcode", [READ, WRITE])
 def test_scatter_gather_on_the_local_side(pair, opcode):
     sges = np.zeros(5, SGE_DTYPE)
