@@ -7,7 +7,7 @@
  *   - inbox, faults, counters, windows: ring->lock;
  *   - page 1 of a segment: segment->lock;
  *   - a batch's end: batch->lock.
- * A segment is written by one ring at a time (kvio/storage/segment.py hands them out).
+ * A segment is written by one ring at a time (kvio/storage/writer.py hands them out).
  */
 #include <errno.h>
 #include <pthread.h>

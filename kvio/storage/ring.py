@@ -59,16 +59,16 @@ class Ring:
 
     def read(self, keys, pool, block_ids) -> Transfer:
         """`BlockStore.read` through this ring."""
-        return self.store._read(self, keys, pool, block_ids)
+        return self.store._requests.read(self, keys, pool, block_ids)
 
     def write(self, keys, pool, block_ids) -> Transfer:
         """`BlockStore.write` through this ring."""
-        return self.store._write(self, keys, pool, block_ids)
+        return self.store._requests.write(self, keys, pool, block_ids)
 
     def register(self, pool) -> Transfer:
         """Pin the pool's memory for this ring now, not on its first transfer. Worth it before
         anything is timed: the kernel takes about 3 s per GiB of memory that was never touched."""
-        return self.store._read(self, [], pool, [])
+        return self.store._requests.read(self, [], pool, [])
 
     @property
     def read_queue(self) -> ReadQueue:

@@ -9,37 +9,31 @@ A failed, torn or partial block is a miss or a status, never data. The bytes on 
 rules are docs/format.md.
 """
 import atexit
-import contextlib
-import errno
 import itertools
 import os
 import threading
 import warnings
 import weakref
 
-import numpy as np
-
 from kvio._ext import ring as _ring
 from kvio.completion import Transfer
-from kvio.errors import (BackendUnavailable, Busy, Closed, InvalidArgument, LayoutMismatch,
-                         StoreError, TransferError, checked_int, errno_name)
+from kvio.errors import (BackendUnavailable, Busy, Closed, InvalidArgument, StoreError, checked_int,
+                         errno_name)
 from kvio.layout import BlockLayout
-from kvio.memory import BlockPool
-from kvio.storage import format as fmt
-from kvio.storage.format import BLOCK_IO, as_keys, key_list
+from kvio.storage.describe import describe
+from kvio.storage.format import as_keys
 from kvio.storage.index import Index
 from kvio.storage.options import INT64_MAX, check_options
+from kvio.storage.requests import Requests
 from kvio.storage.ring import Ring, choose_backend
-from kvio.storage.segment import Scan, Writer, scan_folder
+from kvio.storage.scan import Scan, scan_folder
+from kvio.storage.writer import Writer
 
 __all__ = ["BlockStore", "Ring"]
 
 SEGMENT_BYTES = 1 << 30
 QUEUE_DEPTH = 32
 IO_BYTES = 1 << 20          # larger blocks are split, neighbours merge up to this
-_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-_LOST = (errno.EBADMSG, errno.ENOENT, errno.EIO)    # this copy of a block is of no use any more
-_region_numbers = itertools.count(1)
 _open_stores: "weakref.WeakSet[BlockStore]" = weakref.WeakSet()
 
 
@@ -62,13 +56,10 @@ class BlockStore:
                               capacity_bytes=capacity_bytes)
         self._rings, self._default = set(), None      # rings that are open
         self._ring_numbers = itertools.count()
-        self._regions = {}              # id(pool) -> (weak reference, region number)
-        self._writing = []              # [(batch, slots)] whose blocks the index does not know
-        self._announced = False
         self._closed = self._ended = False      # refuses calls; has given everything back
-        self._counts = {"matched_blocks": 0, "asked_blocks": 0, "hit_blocks": 0,
-                        "missed_blocks": 0, "lost_blocks": 0, "stored_blocks": 0,
-                        "already_stored_blocks": 0, "refused_blocks": 0}
+        self._requests = Requests(path, layout, self._lock, self._index, self._writer,
+                                  self._rings)
+        self._harvest, self._forget = self._requests.harvest, self._requests.forget
 
     @classmethod
     def open(cls, path, layout: BlockLayout, *, backend: str = "auto", verify: str = "always",
@@ -96,7 +87,7 @@ class BlockStore:
         except TypeError:
             raise InvalidArgument(f"path must be a str or os.PathLike, not {path!r}") from None
         backend, reason = choose_backend(backend)
-        description = _describe(path, layout, segment_bytes, create)
+        description = describe(path, layout, segment_bytes, create)
         store = cls(path, layout, description, backend=backend, backend_reason=reason,
                     verify=verify, durability=durability, capacity_bytes=capacity_bytes,
                     queue_depth=queue_depth)
@@ -131,8 +122,8 @@ class BlockStore:
             self._check_open()
             self._harvest()
             count = self._index.match(keys)
-            self._counts["asked_blocks"] += len(keys)
-            self._counts["matched_blocks"] += count
+            self._requests.counts["asked_blocks"] += len(keys)
+            self._requests.counts["matched_blocks"] += count
         return count
 
     def read(self, keys, pool, block_ids) -> Transfer:
@@ -141,7 +132,7 @@ class BlockStore:
         Status per block: 0, ENOENT (a miss), EBADMSG (a failed check), EIO, ECANCELED. What a
         failed block's memory holds is undefined.
         """
-        return self._read(self._default_ring(), keys, pool, block_ids)
+        return self._requests.read(self._default_ring(), keys, pool, block_ids)
 
     def write(self, keys, pool, block_ids) -> Transfer:
         """Store blocks; they are visible to `match` and `read` once the transfer has completed.
@@ -149,7 +140,7 @@ class BlockStore:
         Blocks that are stored already succeed at once. ENOSPC fails single blocks; `wait` then
         raises TransferError. A block is written even if its parent is not stored.
         """
-        return self._write(self._default_ring(), keys, pool, block_ids)
+        return self._requests.write(self._default_ring(), keys, pool, block_ids)
 
     def sync(self) -> None:
         """Make every write that has completed survive a power loss. Blocks; StoreError."""
@@ -188,215 +179,6 @@ class BlockStore:
                     self._default = self.open_ring(name="default")
         return self._default
 
-    def _read(self, ring, keys, pool, block_ids):
-        keys, ids = self._arguments(keys, pool, block_ids)
-        if not pool.region.writable:
-            raise InvalidArgument("the pool's memory is read-only: nothing can be read into it")
-        if len(np.unique(ids)) != len(ids):
-            raise InvalidArgument("a block id occurs twice: two blocks cannot be read into one")
-        with self._lock:
-            self._check_open()
-            self._harvest()
-            rows = self._index.find(keys)
-            blocks = self._index.places(rows)
-        blocks["status"] = np.where(rows < 0, -errno.ENOENT, -errno.EINPROGRESS)
-        blocks["flags"] &= fmt.BLOCK_DURABLE
-        return self._submit(ring, False, blocks, pool, ids, self._read_drained, _usable_prefix)
-
-    def _write(self, ring, keys, pool, block_ids):
-        keys, ids = self._arguments(keys, pool, block_ids)
-        if len(set(key_list(keys))) != len(keys):
-            raise InvalidArgument("a key occurs twice in one write")
-        blocks = np.zeros(len(keys), BLOCK_IO)
-        blocks["key"] = np.ascontiguousarray(keys["key"]).view("V16").ravel()
-        blocks["parent"] = np.ascontiguousarray(keys["parent"]).view("V16").ravel()
-        blocks["tokens"] = self.layout.block_tokens
-        with self._lock:
-            self._check_open()
-            ring._opened()
-            self._harvest()
-            missing = np.flatnonzero(self._index.find(keys) < 0)
-            self._counts["already_stored_blocks"] += len(keys) - len(missing)
-            places, failure = self._writer.place(ring, len(missing))
-            self._counts["refused_blocks"] += len(missing) - len(places)
-        to_do = missing[:len(places)]
-        for column, name in enumerate(("segment", "slot", "flags")):
-            blocks[name][to_do] = places[:, column]
-        blocks["status"][to_do] = -errno.EINPROGRESS
-        blocks["status"][missing[len(places):]] = -failure
-        try:
-            return self._submit(ring, True, blocks, pool, ids, lambda *_: None, self._written)
-        except (Closed, InvalidArgument):       # refused; after anything else it may be under way
-            for number, slot, flags in places:
-                self._writer.give_back(int(number), int(slot), was_valid=False,
-                                       suspect=bool(flags))
-            raise
-
-    def _arguments(self, keys, pool, block_ids):
-        self._check_open()
-        if not isinstance(pool, BlockPool):         # others keep no Full Blocks to write over
-            raise InvalidArgument("a store moves blocks of a BlockPool, not of a "
-                                  f"{type(pool).__name__} object")
-        if pool.layout != self.layout:
-            raise LayoutMismatch(f"the pool holds blocks of {pool.layout}, the store those of "
-                                 f"{self.layout}")
-        keys, ids = as_keys(keys), pool.check_ids(block_ids)
-        if len(keys) != len(ids):
-            raise InvalidArgument(f"{len(keys)} keys, but {len(ids)} block ids")
-        return keys, ids
-
-    def _submit(self, ring, write, blocks, pool, ids, drained, finish):
-        blocks["addr"] = np.uint64(pool.region.addr) + ids.astype(np.uint64) * np.uint64(
-            pool.block_stride)
-        batch, pinned = _ring.Batch(), []
-
-        def on_drain():
-            if pinned:
-                pool.unpin(pinned.pop())
-            if batch.submitted:
-                with self._lock:
-                    self._harvest()
-                    drained(batch, blocks)
-
-        # Held and pinned before the device has it, whatever interrupts us.
-        what = f"{'write' if write else 'read'} of {len(ids)} blocks, ring {ring.name}"
-        transfer = Transfer(batch, what, keep=(pool, ring, self), on_drain=on_drain,
-                            finish=finish)
-        try:
-            pool.pin(ids)
-            pinned.append(ids)
-            ring._opened().submit(write, blocks, self._region(pool), pool.region.addr,
-                                  pool.region.nbytes, batch)
-        except BaseException as failed:
-            if batch.submitted:                     # interrupted, but under way
-                raise
-            transfer.abandon()
-            ring._opened()                          # Closed meanwhile?
-            if isinstance(failed, InvalidArgument) or \
-                    not isinstance(failed, (OSError, ValueError)):
-                raise
-            raise InvalidArgument(f"the ring refused the batch: {failed}") from failed
-        with self._lock:
-            ring._transfers.add(transfer)
-            if write:
-                self._writing.append((batch, np.flatnonzero(
-                    blocks["status"] == -errno.EINPROGRESS)))
-        self._announce(ring)
-        return transfer
-
-    # ---- what follows a transfer ----
-
-    def _harvest(self):
-        """Blocks whose writes have completed enter the index, whoever waits for them or not.
-        The caller holds the lock."""
-        # The collector may run us inside of us, and a signal may end us anywhere.
-        writing, self._writing = self._writing, []
-        try:
-            while writing:
-                batch, to_do = writing.pop(0)
-                if batch.poll():
-                    self._adopt_batch(batch, to_do)
-                else:
-                    self._writing.append((batch, to_do))
-        finally:
-            self._writing += writing
-
-    def _adopt_batch(self, batch, to_do):
-        blocks = np.frombuffer(batch.blocks, BLOCK_IO)[to_do]
-        stored = np.asarray(batch.status)[to_do] == 0
-        self._adopt(blocks[stored])
-        for block in blocks[~stored]:
-            suspect = bool(block["flags"] & ~np.uint32(fmt.BLOCK_DURABLE))
-            self._give_back(block, was_valid=False, suspect=suspect)
-
-    def _adopt(self, blocks):
-        for number in np.unique(blocks["segment"]):
-            self._writer.stored(int(number), int(np.count_nonzero(blocks["segment"] == number)))
-        self._counts["stored_blocks"] += len(blocks)
-        twins = self._index.find(blocks) >= 0       # somebody else stored the same key meanwhile
-        self._index.insert(blocks[~twins])
-        for block in blocks[twins]:
-            self._give_back(block, was_valid=True, suspect=False)
-
-    def _give_back(self, block, *, was_valid, suspect):
-        self._writer.give_back(int(block["segment"]), int(block["slot"]), was_valid=was_valid,
-                               suspect=suspect)
-
-    def _read_drained(self, batch, blocks):
-        """Copies that turned out to be bad leave the index, so that a write stores them anew.
-        The caller holds the lock."""
-        status = np.asarray(batch.status)
-        if not status.any():
-            self._counts["hit_blocks"] += len(status)
-            return
-        asked = blocks["status"] == -errno.EINPROGRESS
-        lost = asked & np.isin(-status, _LOST)
-        self._counts["hit_blocks"] += int(np.count_nonzero(status == 0))
-        self._counts["missed_blocks"] += int(np.count_nonzero(~asked))
-        self._counts["lost_blocks"] += int(np.count_nonzero(lost))
-        for i in np.flatnonzero(lost):
-            known = self._index.remove(blocks[i])
-            # A slot whose device fails (EIO) is not used again.
-            if known and self._writer.owns(int(blocks[i]["segment"])) and \
-                    status[i] != -errno.EIO:
-                self._give_back(blocks[i], was_valid=True, suspect=True)
-
-    def _written(self, status):
-        bad = np.flatnonzero(status)
-        if len(bad) == 0:
-            return
-        first = int(bad[0])
-        code = -int(status[first])
-        remedy = ("the disk or the store's capacity_bytes is full: free space, raise it, or go on "
-                  "without storing") if code in _FULL else "see transfer.status"
-        raise TransferError(code, f"write to {self.path}: {len(bad)} of {len(status)} blocks were "
-                            f"not stored, first block {first}: {errno_name(code)}; {remedy}. "
-                            "All other blocks are intact", status)
-
-    def _forget(self, keys):
-        """Drop blocks that this store has written; their slots are used again, invalidated
-        first. What an evictor will do."""
-        with self._lock:
-            self._harvest()
-            rows = self._index.find(as_keys(keys))
-            for place in self._index.places(rows[rows >= 0]):
-                if self._writer.owns(int(place["segment"])) and self._index.remove(place):
-                    self._give_back(place, was_valid=True, suspect=False)
-
-    # ---- memory ----
-
-    def _region(self, pool):
-        """A number for the pool's memory that no other memory ever gets: a registration must not
-        outlive its pages."""
-        with self._lock:
-            known = self._regions.get(id(pool))
-            if known is not None and known[0]() is pool:
-                return known[1]
-            return self._new_region(pool)
-
-    def _new_region(self, pool):
-        number, store = next(_region_numbers), weakref.ref(self)
-
-        def gone(_, key=id(pool)):
-            owner = store()
-            if owner is not None:
-                if owner._regions.get(key, (None, 0))[1] == number:
-                    del owner._regions[key]
-                for ring in list(owner._rings):
-                    ring._ring.forget(number)
-
-        self._regions[id(pool)] = weakref.ref(pool, gone), number
-        return number
-
-    def _announce(self, ring):
-        code = 0 if self._announced else ring._ring.register_errno
-        if code:
-            self._announced = True
-            warnings.warn(f"pool memory could not be registered with io_uring "
-                          f"({errno_name(code)}): plain buffers serve, at more CPU per byte; "
-                          "raise the locked-memory limit (ulimit -l)", RuntimeWarning,
-                          stacklevel=5)
-
     # ---- the rest ----
 
     def stats(self) -> dict:
@@ -417,7 +199,7 @@ class BlockStore:
                 "segments_ignored": dict(self.scan.ignored),
                 "headers_damaged": self.scan.headers_damaged,
                 "headers_beyond_end": self.scan.headers_beyond_end,
-                "page1_writes": self._files.page1_writes, **self._counts, "rings": rings}
+                "page1_writes": self._files.page1_writes, **self._requests.counts, "rings": rings}
 
     def close(self, *, drain: bool = False, cancel: bool = False) -> None:
         """Close the store. Busy while transfers are in flight (nothing is closed then), unless
@@ -462,34 +244,6 @@ class BlockStore:
         if not getattr(self, "_ended", True) and self._pid == os.getpid():
             warnings.warn(f"{self!r} was never closed", ResourceWarning, source=self)
             self.close(cancel=True)
-
-
-def _usable_prefix(status) -> int:
-    bad = np.flatnonzero(status)
-    return int(bad[0]) if len(bad) else len(status)
-
-
-def _describe(path, layout, segment_bytes, create):
-    """kvio.json of the store at `path`, made if there is none."""
-    geometry = fmt.Geometry.choose(layout, segment_bytes)
-    try:
-        if create and not os.path.isdir(path):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(path)                      # not its parents: a mount may be missing
-        if not os.path.isdir(path):
-            raise FileNotFoundError(errno.ENOENT, "no such directory")      # create=False
-    except (OSError, ValueError) as failed:             # ValueError: a zero byte in it
-        raise StoreError(getattr(failed, "errno", errno.EINVAL),
-                         f"cannot open a store at {path!r}: give a directory" +
-                         ("" if create else " that exists, or create=True")) from failed
-    description = fmt.read_description(path)
-    if description is None:
-        if not create:
-            raise StoreError(errno.ENOENT, f"there is no store at {path} (no {fmt.JSON_NAME}); "
-                             "create=True makes one")
-        description = fmt.create_description(path, layout, geometry)
-    fmt.check_layout(description, layout, path)
-    return description
 
 
 @atexit.register

@@ -12,13 +12,13 @@ from blocks import Blocks, chain, open_store, put, readable, segments
 from kvio.errors import Closed, FormatError, InvalidArgument, StoreError
 from kvio.layout import BlockLayout
 from kvio.memory import LayerPool
-from kvio.storage import segment
+from kvio.storage import writer
 from kvio.storage.format import BLOCK_IO
 
 
 def test_a_sync_covers_what_was_being_written_during_the_one_before(tmp_path, backend, monkeypatch):
     synced, fsync = [], os.fsync
-    monkeypatch.setattr(segment.os, "fsync", lambda fd: (synced.append(fd), fsync(fd)))
+    monkeypatch.setattr(writer.os, "fsync", lambda fd: (synced.append(fd), fsync(fd)))
     with open_store(tmp_path, backend) as store:
         keys, ring = chain(2), store.open_ring()
         source = Blocks(2, keys=keys)
@@ -163,7 +163,7 @@ def test_slots_of_a_write_that_is_under_way_are_nobody_elses(tmp_path, backend, 
         ring = store.open_ring()
         ring._ring._pause(True)
         with monkeypatch.context() as patch, pytest.raises(RuntimeWarning):
-            patch.setattr(store, "_announce", warn)
+            patch.setattr(store._requests._regions, "announce", warn)
             ring.write(first, source.pool, source.ids)
         other = Blocks(4, keys=second)
         transfer = ring.write(second, other.pool, other.ids)
