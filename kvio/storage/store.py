@@ -52,8 +52,8 @@ class BlockStore:
             geometry.block_nbytes, geometry.slot_stride, geometry.payload_offset, geometry.slots,
             geometry.header_pages, verify == "always", durability == "durable")
         self._index, self.scan = Index(), Scan()
-        self._writer = Writer(path, description, self._files, durable=durability == "durable",
-                              capacity_bytes=capacity_bytes)
+        self._writer = Writer(path, description, self._files, self._index,
+                              durable=durability == "durable", capacity_bytes=capacity_bytes)
         self._rings, self._default = set(), None      # rings that are open
         self._ring_numbers = itertools.count()
         self._closed = self._ended = False      # refuses calls; has given everything back
@@ -97,15 +97,15 @@ class BlockStore:
 
     def _load(self):
         try:
-            for blocks in scan_folder(self.path, self.description, self._files, self.scan):
-                self._index.insert(blocks)
+            scan_folder(self.path, self.description, self._files, self._index, self.scan)
         except OSError as failed:
             self._files.stop()
             raise StoreError(failed.errno, f"cannot read the segments of {self.path}: raise the "
                              "limit of open files (ulimit -n)") from failed
 
     def __repr__(self):
-        state = "closed" if self._closed else f"{len(self._index)} blocks, {self.backend}"
+        gone = self._closed or self._pid != os.getpid()
+        state = "closed" if gone else f"{len(self._index)} blocks, {self.backend}"
         return f"<BlockStore {self.path}: {state}>"
 
     def __len__(self):
