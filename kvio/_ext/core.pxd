@@ -11,6 +11,10 @@ cdef extern from "kvio/block.h" nogil:
                             const uint8_t *root, kvio_key *out)
     uint32_t kvio_crc32c(uint32_t crc, const void *data, size_t nbytes)
     uint32_t kvio_crc32c_portable(uint32_t crc, const void *data, size_t nbytes)
+    struct kvio_crc32c_impl:
+        const char *name
+        uint32_t (*crc)(uint32_t crc, const void *data, size_t nbytes) noexcept nogil
+    const kvio_crc32c_impl *kvio_crc32c_impls()
     enum kvio_opcode:
         KVIO_OP_READ
         KVIO_OP_WRITE
