@@ -41,6 +41,11 @@ def allocate(int fd, uint64_t offset, uint64_t nbytes):
     return -rc
 
 
+def is_direct(int fd):
+    """Is the file O_DIRECT, on a file system that means it? (tmpfs takes the flag and copies.)"""
+    return bool(check(kvio_file_is_direct(fd)))
+
+
 def encode_header(const uint8_t[::1] block not None, const uint8_t[::1] uuid not None,
                   uint64_t nbytes):
     """The 128 bytes of a block header. For the tests."""
@@ -118,6 +123,11 @@ cdef class Store:
         memcpy(params.uuid, &uuid[0], 16)
         return check(kvio_store_add_segment(self._store, &params))
 
+    def set_final(self, uint32_t number):
+        """Nobody writes this segment any more, and the index is up to date with it: reads that
+        look their blocks up from now on trust the index. Never taken back."""
+        check(kvio_segment_final(self._store, number))
+
     @property
     def page1_writes(self):
         return kvio_store_page1_writes(self._store)
@@ -136,11 +146,12 @@ cdef class Ring:
 
     def __cinit__(self, Store store not None, str backend not None, uint32_t queue_depth,
                   uint32_t io_bytes, uint64_t read_bytes_per_s, uint64_t write_bytes_per_s,
-                  uint64_t window_ns=1000000000):
+                  uint64_t window_ns=1000000000, bint iopoll=False, bint sqpoll=False):
         cdef kvio_ring_params params
         cdef int rc
         params.backend, params.queue_depth = BACKENDS[backend], queue_depth
         params.io_bytes, params.window_ns = io_bytes, window_ns
+        params.flags = (KVIO_RING_IOPOLL if iopoll else 0) | (KVIO_RING_SQPOLL if sqpoll else 0)
         params.read_bytes_per_s = read_bytes_per_s
         params.write_bytes_per_s = write_bytes_per_s
         self._store, self.window_ns = store, window_ns
@@ -158,9 +169,10 @@ cdef class Ring:
         return self._ring
 
     def submit(self, bint write, blocks, uint64_t region, uint64_t region_addr,
-               uint64_t region_nbytes, Batch batch=None):
+               uint64_t region_nbytes, Batch batch=None, int64_t found_ns=0):
         """Submit an array of BLOCK_IO (copied); returns its Batch. A `Batch()` made before can be
-        given, so that who holds the memory holds the batch before the device has it."""
+        given, so that who holds the memory holds the batch before the device has it. `found_ns`:
+        time.monotonic_ns() before the places were looked up; see `Store.set_final`."""
         cdef kvio_ring_batch_params params
         cdef kvio_ring *ring = self.opened()
         cdef Py_buffer view
@@ -173,6 +185,7 @@ cdef class Ring:
         params.write, params.count = write, <uint32_t>(view.len // sizeof(kvio_block_io))
         params.region, params.region_addr = region, region_addr
         params.region_nbytes = region_nbytes
+        params.found_ns = found_ns
         params.blocks = <const kvio_block_io *>view.buf
         # With the GIL: close() must not free the ring under us. The ring's thread never needs it.
         rc = kvio_ring_batch_submit(&batch._batch, ring, &params)
