@@ -8,7 +8,8 @@
  *
  * `read`, `write`: liburing. `pread`: DEPTH threads. `first`: latency of one block at a time by
  * pread. COUNT blocks of the SPAN blocks that begin at byte AT of the file are moved, in random
- * order. One line of JSON: bytes, wall seconds, CPU seconds of the process.
+ * order. One line of JSON: bytes, wall seconds, CPU seconds of the process. Memory is in huge
+ * pages, as that of kvio's pools, unless KVIO_FLOOR_SMALL_PAGES is set.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -22,6 +23,8 @@
 #include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
+
+#define HUGE (2ul << 20)
 
 static int fd;
 static char *memory;
@@ -164,10 +167,14 @@ int main(int argc, char **argv)
 	fd = open(argv[1], (write ? O_RDWR : O_RDONLY) | direct);
 	if (fd < 0)
 		fail(argv[1], errno);
-	memory = mmap(NULL, block * depth, PROT_READ | PROT_WRITE,
-		      MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+	memory = mmap(NULL, block * depth + HUGE, PROT_READ | PROT_WRITE,
+		      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (memory == MAP_FAILED)
 		fail("mmap", errno);
+	memory += HUGE - (uintptr_t)memory % HUGE;
+	madvise(memory, block * depth, getenv("KVIO_FLOOR_SMALL_PAGES") ? MADV_NOHUGEPAGE
+									 : MADV_HUGEPAGE);
+	memset(memory, 1, block * depth);
 	shuffle((unsigned)number(argc, argv, 8, 1));
 	if (uring)
 		setup(&ring);

@@ -179,7 +179,7 @@ struct kvio_ring_batch_params {
 	uint64_t region;		/* number of the region, never reused; 0: do not register */
 	uint64_t region_addr;
 	uint64_t region_nbytes;
-	int64_t found_ns;		/* CLOCK_MONOTONIC before the places were looked up; 0: old */
+	int64_t found_ns;		/* CLOCK_MONOTONIC before places were looked up; 0: old */
 	const struct kvio_block_io *blocks;	/* copied */
 };
 /* Submits; the ring completes it on its own. The caller owns one reference. An empty batch

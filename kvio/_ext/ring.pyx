@@ -101,7 +101,7 @@ def scan_headers(const uint8_t[::1] headers not None, const uint8_t[::1] uuid no
 cdef class Store:
     """The open files of a store, and the thread that keeps page 1 of its own segments."""
     cdef kvio_store *_store
-    cdef readonly uint64_t num_rings
+    cdef public bint direct_io              # whether segments are opened with O_DIRECT
 
     def __cinit__(self, uint64_t block_nbytes, uint64_t slot_stride, uint64_t payload_offset,
                   uint32_t slots, uint32_t header_pages, bint verify, bint durable):
@@ -110,6 +110,7 @@ cdef class Store:
         params.payload_offset = payload_offset
         params.slots, params.header_pages = slots, header_pages
         params.verify, params.durable = verify, durable
+        self.direct_io = True
         check(kvio_store_new(&self._store, &params))
 
     def __dealloc__(self):
@@ -214,6 +215,15 @@ cdef class Ring:
             return 0
         kvio_ring_get_stats(self._ring, &stats)
         return stats.register_errno
+
+    def refused(self):
+        """[(name, errno)] of the polling that was asked for and is not had."""
+        cdef kvio_ring_stats stats
+        if self._ring is NULL:
+            return []
+        kvio_ring_get_stats(self._ring, &stats)
+        return [(name, code) for name, code in
+                (("iopoll", stats.poll_errno), ("sqpoll", stats.sqpoll_errno)) if code]
 
     def stats(self):
         cdef kvio_ring_stats stats
