@@ -7,7 +7,7 @@ import numpy as np
 from kvio._ext import ring as _ring
 from kvio.completion import Transfer
 from kvio.errors import Closed, InvalidArgument, LayoutMismatch, TransferError, errno_name
-from kvio.memory import BlockPool
+from kvio.memory import BlockPool, has_twins
 from kvio.storage import format as fmt
 from kvio.storage.format import BLOCK_IO, as_keys, key_list
 from kvio.storage.index import keys_of
@@ -34,13 +34,15 @@ class Requests:
         keys, ids = self._arguments(ring, keys, pool, block_ids)
         if not pool.region.writable:
             raise InvalidArgument("the pool's memory is read-only: nothing can be read into it")
-        if len(np.unique(ids)) != len(ids):
+        if has_twins(ids):
             raise InvalidArgument("a block id occurs twice: two blocks cannot be read into one")
         with self._lock:
             ring.store._check_open()
             self.harvest()
-            blocks = self._index.find(keys, _now_s())
-        return self._submit(ring, False, blocks, pool, ids, self._read_drained, _usable_prefix)
+            found_ns = time.monotonic_ns()
+            blocks = self._index.find(keys, found_ns // 1_000_000_000)
+        return self._submit(ring, False, blocks, pool, ids, self._read_drained, _usable_prefix,
+                            found_ns)
 
     def write(self, ring, keys, pool, block_ids):
         keys, ids = self._arguments(ring, keys, pool, block_ids)
@@ -50,7 +52,7 @@ class Requests:
             ring.store._check_open()
             ring._opened()
             self.harvest()
-            blocks = self._index.find(keys, _now_s())
+            blocks = self._index.find(keys, time.monotonic_ns() // 1_000_000_000)
             missing = np.flatnonzero(blocks["status"] == -errno.ENOENT)
             self.counts["already_stored_blocks"] += len(keys) - len(missing)
             places, failure = self._writer.place(ring, len(missing))
@@ -83,7 +85,7 @@ class Requests:
             raise InvalidArgument(f"{len(keys)} keys, but {len(ids)} block ids")
         return keys, ids
 
-    def _submit(self, ring, write, blocks, pool, ids, drained, finish):
+    def _submit(self, ring, write, blocks, pool, ids, drained, finish, found_ns=0):
         blocks["addr"] = np.uint64(pool.region.addr) + ids.astype(np.uint64) * np.uint64(
             pool.block_stride)
         batch, pinned = _ring.Batch(), []
@@ -106,7 +108,7 @@ class Requests:
             with self._lock:
                 region = self._regions.number(pool)
             ring._opened().submit(write, blocks, region, pool.region.addr,
-                                  pool.region.nbytes, batch)
+                                  pool.region.nbytes, batch, found_ns)
         except BaseException as failed:
             if batch.submitted:                     # interrupted, but under way
                 raise
@@ -208,10 +210,5 @@ class Requests:
         return self._index.remove(*(int(place[name]) for name in ("segment", "slot", "generation")))
 
 
-def _now_s() -> int:
-    return int(time.monotonic())
-
-
 def _usable_prefix(status) -> int:
-    bad = np.flatnonzero(status)
-    return int(bad[0]) if len(bad) else len(status)
+    return int(np.argmax(status != 0)) if status.any() else len(status)
