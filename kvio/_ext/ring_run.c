@@ -82,6 +82,7 @@ static void unqueue(struct kvio_ring *ring, const struct kvio_ring_batch *batch,
 		atomic_fetch_sub(&ring->queued_bytes, ring->store->params.block_nbytes);
 		atomic_fetch_sub(&ring->queued_tokens, batch->blocks[element].tokens);
 	}
+	segment_release(segment_at(ring->store, batch->blocks[element].segment));
 }
 
 void runs_plan(struct kvio_ring *ring, struct kvio_ring_batch *batch)

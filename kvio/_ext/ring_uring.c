@@ -125,6 +125,22 @@ static int file_number(struct uring *uring, const struct kvio_segment *segment)
 	return (int)index;
 }
 
+/* A registered file stays open, and its disk space in use, until the ring lets go of it. */
+static void forget_files(struct kvio_ring *ring)
+{
+	struct uring *uring = ring->device;
+	uint32_t count = atomic_load(&ring->store->num_segments);
+	int none = -1;
+
+	for (uint32_t i = 0; i < count && i < uring->num_files; i++) {
+		if (!uring->file_known[i] ||
+		    !atomic_load(&segment_at(ring->store, i)->file_closed))
+			continue;
+		io_uring_register_files_update(&uring->ring, i, &none, 1);
+		uring->file_known[i] = 0;
+	}
+}
+
 static void uring_start(struct kvio_ring *ring, struct io *io)
 {
 	struct uring *uring = ring->device;
@@ -274,6 +290,6 @@ static int add_slices(struct kvio_ring *ring, struct region *region)
 const struct backend uring_backend = {
 	.prepare = uring_prepare, .open = uring_open, .close = uring_close,
 	.discard = uring_discard, .start = uring_start, .wait = uring_wait, .wake = uring_wake,
-	.add_slices = add_slices, .drop_slices = drop_slices,
+	.add_slices = add_slices, .drop_slices = drop_slices, .forget_files = forget_files,
 };
 #endif

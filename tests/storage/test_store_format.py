@@ -37,9 +37,15 @@ def test_c_and_python_write_the_same_bytes(seed):
     raw = np.frombuffer(block.tobytes(), np.uint8)
     assert _ring.encode_header(raw, np.frombuffer(uuid, np.uint8), nbytes) == header
     bitmaps = rng.bytes(fmt.BITMAP_BYTES), rng.bytes(fmt.BITMAP_BYTES)
-    figures = [int(n) for n in rng.integers(0, 1 << 31, 3)]
+    figures = [int(n) for n in rng.integers(0, 1 << 31, 4)]
     page = _ring.encode_page1(uuid, *figures, *bitmaps)
     assert page == fmt.encode_page1(uuid, *figures, *bitmaps)
+    assert _ring.decode_page1(page, uuid, figures[0]) == (*figures[1:], *bitmaps)
+    wrong = bytearray(page)
+    wrong[int(rng.integers(4096))] ^= 1 << int(rng.integers(8))
+    assert _ring.decode_page1(wrong, uuid, figures[0]) is None
+    assert _ring.decode_page1(page, bytes(16), figures[0]) is None
+    assert _ring.decode_page1(page, uuid, figures[0] + 1) is None
 
 
 def test_c_reads_what_python_writes():
