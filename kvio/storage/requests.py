@@ -23,6 +23,7 @@ class Requests:
     def __init__(self, path, layout, lock, index, writer, rings):
         self._path, self._layout, self._lock = path, layout, lock
         self._index, self._writer, self._regions = index, writer, Regions(rings)
+        self.watch = None               # told what is read, for the owners
         self._writing = []              # [(batch, slots)] whose blocks the index does not know
         self.counts = {"matched_blocks": 0, "asked_blocks": 0, "hit_blocks": 0,
                        "missed_blocks": 0, "lost_blocks": 0, "stored_blocks": 0,
@@ -41,6 +42,7 @@ class Requests:
             blocks = self._index.places(rows)
         blocks["status"] = np.where(rows < 0, -errno.ENOENT, -errno.EINPROGRESS)
         blocks["flags"] &= fmt.BLOCK_DURABLE
+        self.watch.note_reads(blocks[rows >= 0])
         return self._submit(ring, False, blocks, pool, ids, self._read_drained, _usable_prefix)
 
     def write(self, ring, keys, pool, block_ids):
@@ -152,6 +154,8 @@ class Requests:
             self._give_back(block, was_valid=False, suspect=suspect)
 
     def _adopt(self, blocks):
+        owned = [self._writer.owns(number) for number in blocks["segment"].tolist()]
+        blocks = blocks[owned] if len(owned) else blocks        # the rest: lost to a reclaimer
         for number in np.unique(blocks["segment"]):
             self._writer.stored(int(number), int(np.count_nonzero(blocks["segment"] == number)))
         self.counts["stored_blocks"] += len(blocks)
