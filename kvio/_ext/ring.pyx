@@ -15,6 +15,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from core cimport *
+from kvio._ext.index cimport Index, replace_places
 
 BACKENDS = {"uring": KVIO_BACKEND_URING, "threads": KVIO_BACKEND_THREADS}
 NEWS_BEAT, NEWS_CLOSED, NEWS_FAILED = KVIO_NEWS_BEAT, KVIO_NEWS_CLOSED, KVIO_NEWS_FAILED
@@ -107,12 +108,6 @@ def scan_headers(const uint8_t[::1] headers not None, const uint8_t[::1] uuid no
     return found, damaged
 
 
-cdef int64_t _replace(void *index, uint32_t segment, uint32_t first, uint32_t count,
-                      const kvio_block_io *blocks, uint32_t num_blocks) noexcept with gil:
-    return (<object>index).replace_raw(segment, first, count,
-                                       (<const char *>blocks)[:num_blocks * 72])
-
-
 cdef class Store:
     """The open files of a store, and the thread that keeps page 1 of its own segments."""
     cdef kvio_store *_store
@@ -168,14 +163,13 @@ cdef class Store:
             count = kvio_store_unlinked(self._store, out, 64)
         return [out[i] for i in range(count)]
 
-    def poll(self, index not None, const uint32_t[::1] segments not None,
+    def poll(self, Index index not None, const uint32_t[::1] segments not None,
              writers):
         """Look at foreign writers and tell the index what has changed. `writers` is an array of
         kvio_watched (first and count of its `segments`, newest first; news and error are filled
         in). Returns how many have news."""
         cdef Py_buffer view
         cdef int64_t rc
-        cdef void *ptr
         if segments.shape[0] == 0:
             return 0
         PyObject_GetBuffer(writers, &view, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS)
@@ -185,9 +179,9 @@ cdef class Store:
             for i in range(count):
                 if <uint64_t>first[i].first + first[i].count > <uint64_t>segments.shape[0]:
                     raise ValueError("a writer has segments that were not passed")
-            ptr = <void *>index
             with nogil:
-                rc = kvio_store_poll(self._store, _replace, ptr, &segments[0], first, count)
+                rc = kvio_store_poll(self._store, replace_places, index.ptr, &segments[0],
+                                     first, count)
         finally:
             PyBuffer_Release(&view)
         return check(rc)

@@ -1,5 +1,6 @@
 """Reads and writes of a store, from their arguments to what follows their end."""
 import errno
+import time
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from kvio.errors import Closed, InvalidArgument, LayoutMismatch, TransferError, 
 from kvio.memory import BlockPool
 from kvio.storage import format as fmt
 from kvio.storage.format import BLOCK_IO, as_keys, key_list
+from kvio.storage.index import keys_of
 from kvio.storage.regions import Regions
 
 __all__ = ["Requests"]
@@ -38,32 +40,28 @@ class Requests:
         with self._lock:
             ring.store._check_open()
             self.harvest()
-            rows = self._index.find(keys)
-            blocks = self._index.places(rows)
-        blocks["status"] = np.where(rows < 0, -errno.ENOENT, -errno.EINPROGRESS)
-        blocks["flags"] &= fmt.BLOCK_DURABLE
-        self.watch.note_reads(blocks[rows >= 0])
+            blocks = self._index.find(keys, _now_s())
+        self.watch.note_reads(blocks[blocks["status"] == -errno.EINPROGRESS])
         return self._submit(ring, False, blocks, pool, ids, self._read_drained, _usable_prefix)
 
     def write(self, ring, keys, pool, block_ids):
         keys, ids = self._arguments(ring, keys, pool, block_ids)
         if len(set(key_list(keys))) != len(keys):
             raise InvalidArgument("a key occurs twice in one write")
-        blocks = np.zeros(len(keys), BLOCK_IO)
-        blocks["key"] = np.ascontiguousarray(keys["key"]).view("V16").ravel()
-        blocks["parent"] = np.ascontiguousarray(keys["parent"]).view("V16").ravel()
-        blocks["tokens"] = self._layout.block_tokens
         with self._lock:
             ring.store._check_open()
             ring._opened()
             self.harvest()
-            missing = np.flatnonzero(self._index.find(keys) < 0)
+            blocks = self._index.find(keys, _now_s())
+            missing = np.flatnonzero(blocks["status"] == -errno.ENOENT)
             self.counts["already_stored_blocks"] += len(keys) - len(missing)
             places, failure = self._writer.place(ring, len(missing))
             self.counts["refused_blocks"] += len(missing) - len(places)
         to_do = missing[:len(places)]
         for column, name in enumerate(("segment", "slot", "flags")):
             blocks[name][to_do] = places[:, column]
+        blocks["tokens"] = self._layout.block_tokens
+        blocks["status"] = 0                        # stored already
         blocks["status"][to_do] = -errno.EINPROGRESS
         blocks["status"][missing[len(places):]] = -failure
         try:
@@ -154,12 +152,12 @@ class Requests:
             self._give_back(block, was_valid=False, suspect=suspect)
 
     def _adopt(self, blocks):
-        owned = [self._writer.owns(number) for number in blocks["segment"].tolist()]
-        blocks = blocks[owned] if len(owned) else blocks        # the rest: lost to a reclaimer
         for number in np.unique(blocks["segment"]):
             self._writer.stored(int(number), int(np.count_nonzero(blocks["segment"] == number)))
         self.counts["stored_blocks"] += len(blocks)
-        twins = self._index.find(blocks) >= 0       # somebody else stored the same key meanwhile
+        # We stored the same key twice meanwhile: one is enough. A copy of another writer is no
+        # reason to give ours up, since it may be doing just that on account of ours.
+        twins = self._is_own(self._index.find(keys_of(blocks)))
         self._index.insert(blocks[~twins])
         for block in blocks[twins]:
             self._give_back(block, was_valid=True, suspect=False)
@@ -181,7 +179,7 @@ class Requests:
         self.counts["missed_blocks"] += int(np.count_nonzero(~asked))
         self.counts["lost_blocks"] += int(np.count_nonzero(lost))
         for i in np.flatnonzero(lost):
-            known = self._index.remove(blocks[i])
+            known = self._remove(blocks[i])
             # A slot whose device fails (EIO) is not used again.
             if known and self._writer.owns(int(blocks[i]["segment"])) and \
                     status[i] != -errno.EIO:
@@ -204,10 +202,22 @@ class Requests:
         first. What an evictor will do."""
         with self._lock:
             self.harvest()
-            rows = self._index.find(as_keys(keys))
-            for place in self._index.places(rows[rows >= 0]):
-                if self._writer.owns(int(place["segment"])) and self._index.remove(place):
+            places = self._index.find(as_keys(keys))
+            for place in places[places["status"] != -errno.ENOENT]:
+                if self._writer.owns(int(place["segment"])) and self._remove(place):
                     self._give_back(place, was_valid=True, suspect=False)
+
+    def _is_own(self, places):
+        owns = self._writer.owns
+        return np.array([status != -errno.ENOENT and owns(number) for status, number in
+                         zip(places["status"].tolist(), places["segment"].tolist())], bool)
+
+    def _remove(self, place):
+        return self._index.remove(*(int(place[name]) for name in ("segment", "slot", "generation")))
+
+
+def _now_s() -> int:
+    return int(time.monotonic())
 
 
 def _usable_prefix(status) -> int:

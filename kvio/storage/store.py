@@ -55,8 +55,8 @@ class BlockStore:
             geometry.block_nbytes, geometry.slot_stride, geometry.payload_offset, geometry.slots,
             geometry.header_pages, verify == "always", durability == "durable")
         self._index, self.scan = Index(), Scan()
-        self._writer = Writer(path, description, self._files, durable=durability == "durable",
-                              capacity_bytes=capacity_bytes)
+        self._writer = Writer(path, description, self._files, self._index,
+                              durable=durability == "durable", capacity_bytes=capacity_bytes)
         self._rings, self._default = set(), None      # rings that are open
         self._ring_numbers = itertools.count()
         self._closed = self._ended = False      # refuses calls; has given everything back
@@ -118,7 +118,8 @@ class BlockStore:
         self._watch.start()
 
     def __repr__(self):
-        state = "closed" if self._closed else f"{len(self._index)} blocks, {self.backend}"
+        gone = self._closed or self._pid != os.getpid()
+        state = "closed" if gone else f"{len(self._index)} blocks, {self.backend}"
         return f"<BlockStore {self.path}: {state}>"
 
     def __len__(self):

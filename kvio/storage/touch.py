@@ -30,8 +30,9 @@ class Touches:
         self.counts = {"touches_written": 0, "touches_read": 0, "touched_blocks": 0}
 
     def note(self, keys, now) -> None:
-        """These keys (an array of 16-byte rows) are being read from others' segments."""
+        """These keys (rows of 16 bytes) are being read from others' segments."""
         if len(keys):
+            keys = np.ascontiguousarray(keys).view("V16").ravel()
             self._noted.append((now, keys))
 
     def publish(self, now) -> None:

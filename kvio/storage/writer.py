@@ -39,9 +39,10 @@ class Writer:
     A segment belongs to one ring at a time, so that its header pages have one master.
     """
 
-    def __init__(self, folder: str, description: Description, files, *, durable: bool,
+    def __init__(self, folder: str, description: Description, files, index, *, durable: bool,
                  capacity_bytes: int | None):
         self.folder, self.description, self._files = folder, description, files
+        self._index = index
         self._durable, self._capacity = durable, capacity_bytes
         self.uuid = uuid.uuid4().bytes
         self.direct_io = None
@@ -139,17 +140,18 @@ class Writer:
             if self._durable:
                 os.fsync(fd)
                 fmt.sync_folder(self.folder)
-            index = self._files.add_segment(fd, True, segment_uuid)
+            added = self._files.add_segment(fd, True, segment_uuid)
         except BaseException:
             os.close(fd)
             os.unlink(path)
             raise
-        segment = _Segment(index, path, fd, geometry.slots)
+        self._index.add_segment(added, geometry.slots, True)
+        segment = _Segment(added, path, fd, geometry.slots)
         segment.reserved = geometry.payload_offset
         self._next_number += 1
         self.direct_io = direct
         self.segments.append(segment)
-        self._by_number[index] = segment
+        self._by_number[added] = segment
         return segment
 
     def owns(self, number: int) -> bool:

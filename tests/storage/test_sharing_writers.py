@@ -43,7 +43,7 @@ def page1(path):
 def test_a_clean_close_is_marked_in_every_segment_and_seen_at_once(tmp_path, backend):
     with open_store(tmp_path, segment_bytes=100_000) as store:
         with serve(tmp_path, backend) as child:
-            child.ask("write", 1, 20)               # 8 slots a segment: 3 of them
+            child.ask("write", 1, 20)               # 7 slots a segment: 3 of them
             until(lambda: store.match(chain(20, 1)) == 20)
             assert states(store) == (1, 0, 0) and store._watch.dead_segments() == []
         assert len(segments(tmp_path)) == 3
@@ -70,7 +70,7 @@ def test_the_segment_made_last_is_empty_and_goes_at_close(tmp_path):
     """The closed mark of the others stays."""
     with open_store(tmp_path, segment_bytes=100_000) as store:
         put(store, chain(10))
-        store._forget(chain(10)[8:])
+        store._forget(chain(10)[7:])
     [path] = segments(tmp_path)
     assert page1(path)["heartbeat"] == fmt.CLOSED
 
