@@ -9,6 +9,7 @@ A failed, torn or partial block is a miss or a status, never data. The bytes on 
 rules are docs/format.md.
 """
 import atexit
+import errno
 import itertools
 import os
 import threading
@@ -111,11 +112,15 @@ class BlockStore:
     def _load(self):
         try:
             self._watch.load()
+            self._watch.start()
         except OSError as failed:
             self._files.stop()
             raise StoreError(failed.errno, f"cannot read the segments of {self.path}: raise the "
                              "limit of open files (ulimit -n)") from failed
-        self._watch.start()
+        except RuntimeError as failed:          # of Python: can't start new thread
+            self._files.stop()
+            raise StoreError(errno.EAGAIN, f"cannot watch {self.path}: raise the limit of "
+                             "processes (ulimit -u), or open with poll_s=0") from failed
 
     def __repr__(self):
         gone = self._closed or self._pid != os.getpid()

@@ -82,8 +82,9 @@ class Watch:
     def start(self) -> None:
         """Look every poll_s from now on; never if that is 0."""
         if self._poll_s:
-            self._thread = threading.Thread(target=self._run, name="kvio-watch", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="kvio-watch", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def stop(self) -> None:
         """No look after this; the touch file is removed."""
@@ -149,8 +150,11 @@ class Watch:
         """Own segments whose file others have deleted: this writer was taken for dead (it was
         stopped for longer than others wait). What it still writes there nobody would find."""
         for number in self._files.unlinked():
+            path = self._writer.path(number)
+            if path is None or os.path.exists(path):    # closing; or this file system counts oddly
+                continue
             self._files.retire(number)
-            path = self._writer.lose(number)
+            self._writer.lose(number)
             self._index.drop_segment(number)
             self._counts["zombie_segments"] += 1
             self._retired = True

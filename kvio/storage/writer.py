@@ -200,13 +200,19 @@ class Writer:
                 segment.dirty = True
             raise
 
-    def lose(self, number: int) -> str:
-        """The file of this segment is gone: it is not written any more. Returns its path."""
+    def path(self, number: int) -> str | None:
+        """Of a segment of this writer."""
         with self._lock:
-            segment = self._by_number.pop(number)
-            self.segments.remove(segment)
-            self.slots_used -= segment.next_slot - len(segment.free)
-        return segment.path
+            segment = self._by_number.get(number)
+            return segment and segment.path
+
+    def lose(self, number: int) -> None:
+        """The file of this segment is gone: it is not written any more."""
+        with self._lock:
+            segment = self._by_number.pop(number, None)
+            if segment is not None:
+                self.segments.remove(segment)
+                self.slots_used -= segment.next_slot - len(segment.free)
 
     def finish(self) -> None:
         """All I/O has ended: give back the space that was reserved and not used."""

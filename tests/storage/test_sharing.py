@@ -6,11 +6,12 @@ import errno
 import os
 import resource
 import shutil
+import time
 
 import numpy as np
 import pytest
 
-from blocks import LAYOUT, Blocks, chain, edit, open_store, put, readable
+from blocks import LAYOUT, Blocks, chain, edit, open_store, payload, put, readable
 from kvio.storage import format as fmt
 from kvio.storage.format import PAGE
 from shared import Foreign, until
@@ -420,3 +421,41 @@ def test_what_could_not_be_taken_over_is_made_up_for(pair):
     store._watch._index = index
     assert store.match(chain(1)) == 0 and figures(store)["poll_failures"] == 1
     until(lambda: store.refresh() is not None and store.match(chain(1)) == 1, step=0.1)
+
+
+@pytest.mark.parametrize("asleep", [1, 3])
+def test_epochs_of_a_real_writer(tmp_path, asleep):
+    """The same as above, with the pages that a writer itself marks; an epoch lasts a second."""
+    with observer(tmp_path) as store, observer(tmp_path) as writer:
+        put(writer, chain(1, 100))
+        until(lambda: store.refresh() is not None and store.match(chain(1, 100)))
+        for epoch in range(asleep + 1):
+            put(writer, chain(33, epoch))               # into another header page each
+            time.sleep(1.05)
+        store.refresh()
+        for epoch in range(asleep + 1):
+            assert store.match(chain(33, epoch)) == 33
+        assert figures(store)["full_reads"] == (1 if asleep == 1 else 2)
+
+
+def test_writes_to_an_older_segment_are_found_through_the_newest(tmp_path):
+    """Two rings write two segments; the newest one's page 1 tells of the other's."""
+    with observer(tmp_path) as store, observer(tmp_path) as writer:
+        first, second = writer.open_ring(), writer.open_ring()
+        blocks = Blocks(1)
+
+        def write(ring, seed):
+            blocks.flat(blocks.ids[0])[:] = payload(chain(1, seed)[0])
+            ring.write(chain(1, seed), blocks.pool, blocks.ids).wait()
+
+        write(first, 1)
+        write(second, 2)
+        until(lambda: store.refresh() is not None and store.match(chain(1, 2)) == 1)
+        took = []
+        for seed in range(3, 23):
+            write(first, seed)
+            took.append(until(lambda: store.refresh() is not None
+                              and store.match(chain(1, seed)) == 1))
+        print(f"worst of {len(took)}: {1e3 * max(took):.0f} ms")
+        assert sorted(took)[len(took) // 2] < 0.1       # a heartbeat would take up to a second
+        assert store.stats()["segments"] == 2
