@@ -47,8 +47,8 @@ PAGE0 = _struct(
 PAGE1 = _struct(
     PAGE, (0, "magic", "S8"), (8, "version", "<u4"), (12, "header_pages", "<u4"),
     (16, "segment", "V16"), (32, "heartbeat", "<u8"), (40, "epoch", "<u8"),
-    (48, "others", "<u8"), (128, "changed", f"V{BITMAP_BYTES}"), (2048, "changed_before", f"V{BITMAP_BYTES}"),
-    (4092, "crc", "<u4"))
+    (48, "others", "<u8"), (128, "changed", f"V{BITMAP_BYTES}"),
+    (2048, "changed_before", f"V{BITMAP_BYTES}"), (4092, "crc", "<u4"))
 TOUCH = _struct(
     PAGE, (0, "magic", "S8"), (8, "version", "<u4"), (12, "count", "<u4"), (16, "store", "V16"),
     (32, "writer", "V16"), (48, "sequence", "<u8"), (4088, "keys_crc", "<u4"),

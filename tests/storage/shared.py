@@ -131,8 +131,9 @@ class Child:
     """A function of a test module in another process; it talks through its pipes, line by line."""
 
     def __init__(self, module, function, *arguments):
+        given = [str(a) if isinstance(a, os.PathLike) else a for a in arguments]
         code = (f"import sys; sys.path[:0] = {sys.path!r}; import {module} as m; "
-                f"m.{function}(*{[str(a) if isinstance(a, os.PathLike) else a for a in arguments]!r})")
+                f"m.{function}(*{given!r})")
         self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, text=True)
 

@@ -70,8 +70,8 @@ def test_c_reads_what_python_writes():
 
 def test_the_tables_of_the_document_are_the_structs():
     for heading, struct in (("Page 0", fmt.PAGE0), ("Page 1", fmt.PAGE1),
-                            ("Block headers", fmt.HEADER)):
-        text = DOCUMENT.split(f"### {heading}")[1].split("\n##")[0]
+                            ("Block headers", fmt.HEADER), ("6 Touches", fmt.TOUCH)):
+        text = DOCUMENT.split(f"## {heading}")[1].split("\n##")[0]
         rows = [(int(a), int(b)) for a, b in re.findall(r"^\| (\d+) \| (\d+) \|", text, re.M)]
         assert rows[0][0] == 0 and sum(rows[-1]) == struct.itemsize
         assert all(a + b == c for (a, b), (c, _) in zip(rows, rows[1:])), "no gaps"
@@ -82,7 +82,7 @@ def test_the_tables_of_the_document_are_the_structs():
 
 def test_the_example_of_the_document():
     layout = BlockLayout(2, 4, 8)
-    example = DOCUMENT.split("## 6 Example")[1]
+    example = DOCUMENT.split("## 7 Example")[1]
     named = re.findall(r"`([0-9a-f]{32})`", example)
     keys, data = block_keys(np.arange(4), layout), bytes(range(64))
     assert named == [layout.fingerprint.hex(), root_key(layout).hex(),
