@@ -183,9 +183,12 @@ cdef extern from "kvio/ring.h" nogil:
         uint32_t header_pages
         uint64_t heartbeat
         uint64_t epoch
+        uint64_t others
         uint8_t changed[1880]
         uint8_t changed_before[1880]
     void kvio_page1_encode(uint8_t *out, const kvio_page1 *page)
+    int kvio_page1_decode(const uint8_t *bytes, const uint8_t *uuid, uint32_t header_pages,
+                          kvio_page1 *out)
     struct kvio_store:
         pass
     struct kvio_store_params:
@@ -205,9 +208,34 @@ cdef extern from "kvio/ring.h" nogil:
     int kvio_segment_final(kvio_store *store, uint32_t index)
     int kvio_file_is_direct(int fd)
     int kvio_allocate(int fd, uint64_t offset, uint64_t nbytes)
+    int kvio_store_sync_segment(kvio_store *store, uint32_t segment)
+    int kvio_store_retire(kvio_store *store, uint32_t segment)
+    int kvio_store_sweep(kvio_store *store)
     void kvio_store_stop(kvio_store *store)
     uint64_t kvio_store_page1_writes(const kvio_store *store)
     void kvio_store_free(kvio_store *store)
+    ctypedef int64_t (*kvio_replace_fn)(void *index, uint32_t segment, uint32_t first,
+                                        uint32_t count, const kvio_block_io *blocks,
+                                        uint32_t num_blocks) noexcept nogil
+    enum kvio_news:
+        KVIO_NEWS_BEAT
+        KVIO_NEWS_CLOSED
+        KVIO_NEWS_FAILED
+    struct kvio_watched:
+        uint32_t first, count
+        uint32_t news
+        int32_t error
+    struct kvio_watch_stats:
+        uint64_t page1_reads, page1_damaged
+        uint64_t header_pages_read
+        uint64_t full_reads
+        uint64_t headers_damaged, headers_beyond_end
+        uint64_t blocks_seen
+        uint64_t places_changed
+    int64_t kvio_store_poll(kvio_store *store, kvio_replace_fn replace, void *index,
+                            const uint32_t *segments, kvio_watched *writers, uint32_t count)
+    int kvio_store_unlinked(kvio_store *store, uint32_t *out, uint32_t count)
+    void kvio_store_watch_stats(kvio_store *store, kvio_watch_stats *out)
     struct kvio_ring:
         pass
     enum kvio_backend:
@@ -254,6 +282,7 @@ cdef extern from "kvio/ring.h" nogil:
     void kvio_ring_get_stats(kvio_ring *ring, kvio_ring_stats *out)
     int64_t kvio_ring_windows(kvio_ring *ring, int write, uint64_t *out, int64_t count,
                               uint64_t *first)
+    void kvio_ring_wake(kvio_ring *ring)
     int kvio_ring_forget(kvio_ring *ring, uint64_t region)
     int kvio_ring_fault(kvio_ring *ring, const kvio_fault *fault)
     void kvio_ring_pause(kvio_ring *ring, int paused)

@@ -25,6 +25,7 @@ class Requests:
     def __init__(self, path, layout, lock, index, writer, rings):
         self._path, self._layout, self._lock = path, layout, lock
         self._index, self._writer, self._regions = index, writer, Regions(rings)
+        self.watch = None               # told what is read, for the owners
         self._writing = []              # [(batch, slots)] whose blocks the index does not know
         self.counts = {"matched_blocks": 0, "asked_blocks": 0, "hit_blocks": 0,
                        "missed_blocks": 0, "lost_blocks": 0, "stored_blocks": 0,
@@ -41,6 +42,7 @@ class Requests:
             self.harvest()
             found_ns = time.monotonic_ns()
             blocks = self._index.find(keys, found_ns // 1_000_000_000)
+        self.watch.note_reads(blocks[blocks["status"] == -errno.EINPROGRESS])
         return self._submit(ring, False, blocks, pool, ids, self._read_drained, _usable_prefix,
                             found_ns)
 
@@ -155,8 +157,9 @@ class Requests:
         for number in np.unique(blocks["segment"]):
             self._writer.stored(int(number), int(np.count_nonzero(blocks["segment"] == number)))
         self.counts["stored_blocks"] += len(blocks)
-        # Somebody else stored the same key meanwhile.
-        twins = self._index.find(keys_of(blocks))["status"] != -errno.ENOENT
+        # We stored the same key twice meanwhile: one is enough. A copy of another writer is no
+        # reason to give ours up, since it may be doing just that on account of ours.
+        twins = self._is_own(self._index.find(keys_of(blocks)))
         self._index.insert(blocks[~twins])
         for block in blocks[twins]:
             self._give_back(block, was_valid=True, suspect=False)
@@ -205,6 +208,11 @@ class Requests:
             for place in places[places["status"] != -errno.ENOENT]:
                 if self._writer.owns(int(place["segment"])) and self._remove(place):
                     self._give_back(place, was_valid=True, suspect=False)
+
+    def _is_own(self, places):
+        owns = self._writer.owns
+        return np.array([status != -errno.ENOENT and owns(number) for status, number in
+                         zip(places["status"].tolist(), places["segment"].tolist())], bool)
 
     def _remove(self, place):
         return self._index.remove(*(int(place[name]) for name in ("segment", "slot", "generation")))

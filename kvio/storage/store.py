@@ -9,6 +9,7 @@ A failed, torn or partial block is a miss or a status, never data. The bytes on 
 rules are docs/format.md.
 """
 import atexit
+import errno
 import itertools
 import os
 import threading
@@ -27,12 +28,15 @@ from kvio.storage.index import Index
 from kvio.storage.options import INT64_MAX, check_options
 from kvio.storage.requests import Requests
 from kvio.storage.ring import Ring, choose_backend
-from kvio.storage.scan import Scan, scan_folder
+from kvio.storage.scan import Scan
+from kvio.storage.watch import Watch
 from kvio.storage.writer import Writer
 
 __all__ = ["BlockStore", "Ring"]
 
 SEGMENT_BYTES = 1 << 30
+DEAD_AFTER_S = 30.0
+POLL_S = 0.03
 IO_BYTES = 1 << 20          # larger blocks are split, neighbours merge up to this
 _open_stores: "weakref.WeakSet[BlockStore]" = weakref.WeakSet()
 
@@ -41,7 +45,7 @@ class BlockStore:
     """A directory of Full Blocks; see the module. Open it with `BlockStore.open`. Thread-safe."""
 
     def __init__(self, path, layout, description, *, backend, backend_reason, verify, durability,
-                 capacity_bytes, queue_depth, direct_io, iopoll, sqpoll):
+                 capacity_bytes, queue_depth, direct_io, iopoll, sqpoll, dead_after_s, poll_s):
         """Use `BlockStore.open`."""
         geometry = description.geometry
         self.path, self.layout, self.description = path, layout, description
@@ -62,6 +66,9 @@ class BlockStore:
         self._closed = self._ended = False      # refuses calls; has given everything back
         self._requests = Requests(path, layout, self._lock, self._index, self._writer,
                                   self._rings)
+        self._watch = Watch(path, description, self._files, self._index, self._writer,
+                            self._rings, self.scan, dead_after_s=dead_after_s, poll_s=poll_s)
+        self._requests.watch = self._watch
         self._harvest, self._forget = self._requests.harvest, self._requests.forget
 
     @classmethod
@@ -69,6 +76,7 @@ class BlockStore:
              durability: str = "visible", capacity_bytes: int | None = None,
              segment_bytes: int = SEGMENT_BYTES, queue_depth: int | None = None,
              direct_io: bool | str = "auto", iopoll: bool = False, sqpoll: bool = False,
+             dead_after_s: float = DEAD_AFTER_S, poll_s: float = POLL_S,
              create: bool = True) -> "BlockStore":
         """Open the store in directory `path`, making it (not its parents) if `create`.
 
@@ -86,11 +94,16 @@ class BlockStore:
         direct_io: "auto" bypasses the page cache (O_DIRECT) where the file system can.
         iopoll, sqpoll: io_uring's IORING_SETUP_IOPOLL and _SQPOLL; both spend CPU on polling. What
             the machine refuses is done without, with a warning and in the ring's `stats()`.
+        dead_after_s: a writer whose heartbeat (one a second) does not change for so long is
+            taken for dead; its blocks stay readable and may be reclaimed. Give the same value to
+            all who share a directory.
+        poll_s: how often a thread looks for what other processes have stored; 0: only when
+            `refresh` is called.
 
         LayoutMismatch, FormatError, StoreError, BackendUnavailable or InvalidArgument.
         """
         check_options(layout, backend, verify, durability, capacity_bytes, segment_bytes,
-                      queue_depth, direct_io)
+                      queue_depth, direct_io, dead_after_s, poll_s)
         try:
             path = os.path.abspath(os.fsdecode(path))
         except TypeError:
@@ -101,18 +114,23 @@ class BlockStore:
                     verify=verify, durability=durability, capacity_bytes=capacity_bytes,
                     queue_depth=choose_queue_depth(path, queue_depth),
                     direct_io=choose_direct_io(os.path.join(path, JSON_NAME), direct_io),
-                    iopoll=iopoll, sqpoll=sqpoll)
+                    iopoll=iopoll, sqpoll=sqpoll, dead_after_s=dead_after_s, poll_s=poll_s)
         store._load()
         _open_stores.add(store)
         return store
 
     def _load(self):
         try:
-            scan_folder(self.path, self.description, self._files, self._index, self.scan)
+            self._watch.load()
+            self._watch.start()
         except OSError as failed:
             self._files.stop()
             raise StoreError(failed.errno, f"cannot read the segments of {self.path}: raise the "
                              "limit of open files (ulimit -n)") from failed
+        except RuntimeError as failed:          # of Python: can't start new thread
+            self._files.stop()
+            raise StoreError(errno.EAGAIN, f"cannot watch {self.path}: raise the limit of "
+                             "processes (ulimit -u), or open with poll_s=0") from failed
 
     def __repr__(self):
         gone = self._closed or self._pid != os.getpid()
@@ -120,6 +138,7 @@ class BlockStore:
         return f"<BlockStore {self.path}: {state}>"
 
     def __len__(self):
+        self._check_fork()
         with self._lock:
             self._harvest()
             return len(self._index)
@@ -152,6 +171,12 @@ class BlockStore:
         raises TransferError. A block is written even if its parent is not stored.
         """
         return self._requests.write(self._default_ring(), keys, pool, block_ids)
+
+    def refresh(self) -> int:
+        """Look now for what other processes have stored, evicted or closed, without waiting for
+        the next look; returns how many blocks appeared or went. Blocks for the time of I/O."""
+        self._check_open()
+        return self._watch.look()
 
     def sync(self) -> None:
         """Make every write that has completed survive a power loss. Blocks; StoreError."""
@@ -196,6 +221,8 @@ class BlockStore:
 
     def stats(self) -> dict:
         """Figures of this store object: its blocks, what opening found, fall-backs, all rings."""
+        self._check_open()
+        sharing = self._watch.stats()
         with self._lock:
             self._check_open()
             self._harvest()
@@ -208,13 +235,15 @@ class BlockStore:
                 "direct_io_reason": self._direct_io_reason,
                 "queue_depth": self.queue_depth, "queue_depth_reason": self.queue_depth_reason,
                 "plain_buffers_reason": ", ".join(errno_name(code) for code in codes) or None,
-                "blocks": len(self._index), "segments": self.scan.segments
-                + len(self._writer.segments), "own_segments": len(self._writer.segments),
+                "blocks": len(self._index),
+                "segments": sharing["foreign_segments"] + len(self._writer.segments),
+                "own_segments": len(self._writer.segments),
                 "own_bytes": self._writer.slots_used * self.layout.stride,
                 "segments_ignored": dict(self.scan.ignored),
-                "headers_damaged": self.scan.headers_damaged,
-                "headers_beyond_end": self.scan.headers_beyond_end,
-                "page1_writes": self._files.page1_writes, **self._requests.counts, "rings": rings}
+                "headers_damaged": sharing["headers_damaged"],
+                "headers_beyond_end": sharing["headers_beyond_end"],
+                "page1_writes": self._files.page1_writes, **self._requests.counts,
+                "sharing": sharing, "rings": rings}
 
     def close(self, *, drain: bool = False, cancel: bool = False) -> None:
         """Close the store. Busy while transfers are in flight (nothing is closed then), unless
@@ -234,6 +263,7 @@ class BlockStore:
             rings = list(self._rings)
         for ring in rings:
             ring.close(drain=True, cancel=cancel)
+        self._watch.stop()
         with self._lock:
             if not self._ended:
                 self._harvest()
@@ -243,11 +273,14 @@ class BlockStore:
         _open_stores.discard(self)
 
     def _check_open(self):
+        self._check_fork()
+        if self._closed:
+            raise Closed(f"the store at {self.path} is closed")
+
+    def _check_fork(self):
         if self._pid != os.getpid():
             raise Closed("this store was opened before a fork: a forked child is not a writer and "
                          "has no rings; open the store again in the child")
-        if self._closed:
-            raise Closed(f"the store at {self.path} is closed")
 
     def __enter__(self):
         return self

@@ -1,6 +1,5 @@
 """This store's own segments: made, their slots handed out and taken back."""
 import errno
-import mmap
 import os
 import threading
 import uuid
@@ -10,7 +9,7 @@ import numpy as np
 from kvio._ext import ring as _ring
 from kvio.storage import format as fmt
 from kvio.storage.format import PAGE, Description
-from kvio.storage.scan import open_file
+from kvio.storage.scan import open_file, write_pages
 
 __all__ = ["Writer"]
 
@@ -50,6 +49,7 @@ class Writer:
         self.segments: list[_Segment] = []
         self._by_number: dict[int, _Segment] = {}
         self.slots_used = 0
+        self._next_number = 0           # of a file: never used twice, also if segments are lost
         self._lock = threading.RLock()
 
     def place(self, ring, count: int) -> tuple[np.ndarray, int]:
@@ -123,7 +123,7 @@ class Writer:
         return 0
 
     def _create(self):
-        geometry, number = self.description.geometry, len(self.segments)
+        geometry, number = self.description.geometry, self._next_number
         segment_uuid = uuid.uuid4().bytes
         path = os.path.join(self.folder, fmt.segment_name(self.uuid, number))
         fd, direct = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._files.direct_io)
@@ -136,10 +136,7 @@ class Writer:
             for at, page in ((PAGE, fmt.encode_page1(segment_uuid, geometry.header_pages)),
                              (0, fmt.encode_page0(self.description, self.uuid, number,
                                                   segment_uuid))):
-                memory = mmap.mmap(-1, PAGE)
-                memory[:] = page
-                if os.pwrite(fd, memory, at) != PAGE:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                write_pages(fd, page, at)
             if self._durable:
                 os.fsync(fd)
                 fmt.sync_folder(self.folder)
@@ -151,6 +148,7 @@ class Writer:
         self._index.add_segment(added, geometry.slots, True)
         segment = _Segment(added, path, fd, geometry.slots)
         segment.reserved = geometry.payload_offset
+        self._next_number += 1
         self.direct_io = direct
         self.segments.append(segment)
         self._by_number[added] = segment
@@ -163,14 +161,18 @@ class Writer:
     def stored(self, number: int, count: int = 1) -> None:
         """Blocks of this segment have become valid."""
         with self._lock:
-            self._by_number[number].live += count
-            self._by_number[number].dirty = True    # a sync may have come while it was written
+            segment = self._by_number.get(number)       # None: it was lost meanwhile
+            if segment is not None:
+                segment.live += count
+                segment.dirty = True    # a sync may have come while it was written
 
     def give_back(self, number: int, slot: int, *, was_valid: bool, suspect: bool) -> None:
         """A slot is free again. `suspect`: its header may be valid on disk, so the next write
         invalidates it first."""
         with self._lock:
-            segment = self._by_number[number]
+            segment = self._by_number.get(number)
+            if segment is None:
+                return
             segment.free.append((slot, _ring.INVALIDATE if suspect or was_valid else 0))
             segment.live -= was_valid
             self.slots_used -= 1
@@ -190,13 +192,27 @@ class Writer:
                 segment.dirty = False
         try:
             for segment in dirty:
-                os.fsync(segment.fd)
+                self._files.sync_segment(segment.number)
             if dirty:
                 fmt.sync_folder(self.folder)
         except OSError:
             for segment in dirty:
                 segment.dirty = True
             raise
+
+    def path(self, number: int) -> str | None:
+        """Of a segment of this writer."""
+        with self._lock:
+            segment = self._by_number.get(number)
+            return segment and segment.path
+
+    def lose(self, number: int) -> None:
+        """The file of this segment is gone: it is not written any more."""
+        with self._lock:
+            segment = self._by_number.pop(number, None)
+            if segment is not None:
+                self.segments.remove(segment)
+                self.slots_used -= segment.next_slot - len(segment.free)
 
     def finish(self) -> None:
         """All I/O has ended: give back the space that was reserved and not used."""
