@@ -66,37 +66,36 @@ def _scan_headers(fd, description, segment, scan):
     return blocks[whole]
 
 
-def _scan_file(folder, name, description, files, scan):
+def _scan_file(folder, name, description, files, index, scan):
     fd, direct = open_file(os.path.join(folder, name), os.O_RDONLY)
     try:
         segment = fmt.check_page0(bytes(_read(fd, PAGE, 0)), description, name)
         if isinstance(segment, str):
             scan.ignored[name] = segment
-            return None
+            return
         blocks = _scan_headers(fd, description, segment, scan)
         number = files.add_segment(fd, False, segment)
         fd = -1
+        index.add_segment(number, description.geometry.slots, False)
     finally:
         if fd >= 0:
             os.close(fd)
     blocks["segment"] = number
+    index.insert(blocks)
     scan.direct_io = direct if scan.direct_io is None else scan.direct_io and direct
     scan.segments += 1
     scan.blocks += len(blocks)
-    return blocks
 
 
-def scan_folder(folder: str, description: Description, files, scan: Scan):
-    """Blocks of each usable segment of a store. A file that is not usable is noted and ignored."""
+def scan_folder(folder: str, description: Description, files, index, scan: Scan) -> None:
+    """The blocks of each usable segment of a store enter the index. A file that is not usable is
+    noted and ignored."""
     for name in sorted(os.listdir(folder)):
         if fmt.parse_segment_name(name) is None:
             continue
         try:
-            blocks = _scan_file(folder, name, description, files, scan)
+            _scan_file(folder, name, description, files, index, scan)
         except OSError as failed:
             if failed.errno in (errno.EMFILE, errno.ENFILE):
                 raise
             scan.ignored[name] = os.strerror(failed.errno)
-            continue
-        if blocks is not None:
-            yield blocks
