@@ -56,10 +56,12 @@ class Capacity:
         if count == 0:
             return np.empty((0, 3), np.int64), 0
         self._make_room(count - self._left(count), keys)
+        self._make_runs(ring, count, keys)
         fits = self._left(count)
         places, refused = self._writer.place(ring, fits)
         if len(places) < fits and refused in FULL:      # the disk: make room once, then give up
             self._make_room(fits - len(places), keys)
+            self._make_runs(ring, fits - len(places), keys)
             more, refused = self._writer.place(ring, fits - len(places))
             places = np.concatenate([places, more])
         if len(places) < fits:
@@ -90,6 +92,15 @@ class Capacity:
         if count > 0:
             self._evict(count, keys)
 
+    def _make_runs(self, ring, count, keys):
+        """Evict until `count` adjacent slots are free, or an eighth of all is. Were every last
+        free slot used before more is evicted, nothing but single slots would be left soon."""
+        span = self._writer.span
+        most = min(span // 4, max(span // 8, 2 * count))        # a small store: a quarter
+        while span - self._writer.slots_used < most and not self._writer.fits(ring, count):
+            if not self._evict(count, keys):
+                break
+
     def _reclaim(self, count, keys):
         """Unlink segments of dead writers; returns how many blocks still need room."""
         dead = self._dead_segments()
@@ -111,9 +122,9 @@ class Capacity:
         return count
 
     def _evict(self, count, keys):
-        """More than is needed now, so that whole chains go and the free slots are adjacent."""
+        """At least `count` if so many may go, in batches that are worth the call; how many."""
         most = self.max_blocks or self._writer.slots_used
-        count = max(count, most // 64, min(64, most // 16))
+        count = max(count, most // 256, min(64, most // 16))
         stay = _with_parents(keys)
         self._index.pin(stay, 1)
         try:
@@ -122,6 +133,7 @@ class Capacity:
             self._index.pin(stay, -1)
         self._writer.give_back(gone)
         self._counts["evicted_blocks"] += len(gone)
+        return len(gone)
 
     def _choose(self, count):
         """Blocks that have left the index: `count`, or as many as may go."""

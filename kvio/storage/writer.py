@@ -76,6 +76,13 @@ class Writer:
                 self.slots_used += got
         return out[:done], failure
 
+    def fits(self, ring, count: int) -> bool:
+        """Will `place` find `count` adjacent slots, or slots that were never used?"""
+        with self._lock:
+            grows = self.max_slots is None or self.span < self.max_slots
+            return grows and not self._disk_is_full() or \
+                self._shortest_fit(ring, count) is not None
+
     # ---- where the next run of slots comes from
 
     def _next_run(self, ring, count):
