@@ -59,6 +59,7 @@ class BuildExt(build_ext):
 uring = liburing()
 modules = [
     extension("block", ["blake2b.c", "crc32c.c", "geometry.c"]),
+    extension("index", ["trie.c", "trie_evict.c", "trie_find.c", "trie_links.c", "trie_rows.c"]),
     extension("nic", ["nicbase.c", "batch.c", "softnic.c", "softfabric.c"]),
     extension("ring", ["ring_thread.c", "ring_batch.c", "ring_format.c", "ring_io.c",
                        "ring_keeper.c", "ring_read.c", "ring_run.c", "ring_stats.c",

@@ -201,8 +201,9 @@ def root_key(layout: BlockLayout, namespace: bytes = b"") -> bytes:
     """
     if not isinstance(namespace, bytes):
         raise InvalidArgument(f"namespace must be bytes, not {type(namespace).__name__}")
-    return b"root" + hashlib.blake2b(namespace, digest_size=12, salt=layout.fingerprint,
-                                     person=b"kvio-root-1").digest()
+    digest = hashlib.blake2b(namespace, digest_size=16, salt=layout.fingerprint,
+                             person=b"kvio-root-1").digest()
+    return b"root" + digest[:12]
 
 
 def block_keys(token_ids, layout: BlockLayout, namespace: bytes = b"",

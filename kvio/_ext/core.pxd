@@ -156,6 +156,7 @@ cdef extern from "kvio/ring.h" nogil:
     enum kvio_block_flags:
         KVIO_BLOCK_INVALIDATE
         KVIO_BLOCK_SUSPECT
+        KVIO_BLOCK_DURABLE
     struct kvio_block_io:
         uint64_t addr
         uint64_t generation
@@ -263,3 +264,36 @@ cdef extern from "kvio/ring.h" nogil:
     void kvio_ring_batch_times(kvio_ring_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
                              int64_t *completed_ns)
     void kvio_ring_batch_put(kvio_ring_batch *batch)
+
+cdef extern from "kvio/index.h" nogil:
+    struct kvio_index:
+        pass
+    struct kvio_index_stats:
+        uint64_t blocks
+        uint64_t places
+        uint64_t own_places
+        uint64_t orphans
+        uint64_t ghosts
+        uint64_t pinned
+        uint64_t memory_bytes
+    int kvio_index_new(kvio_index **out)
+    void kvio_index_free(kvio_index *index)
+    bint kvio_is_root(const uint8_t *key)
+    int kvio_index_add_segment(kvio_index *index, uint32_t segment, uint32_t slots, bint own)
+    int64_t kvio_index_insert(kvio_index *index, const kvio_block_io *blocks, uint32_t count)
+    int64_t kvio_index_replace(kvio_index *index, uint32_t segment, uint32_t first,
+                               uint32_t count, const kvio_block_io *blocks,
+                               uint32_t num_blocks)
+    int kvio_index_remove(kvio_index *index, uint32_t segment, uint32_t slot,
+                          uint64_t generation)
+    int64_t kvio_index_drop_segment(kvio_index *index, uint32_t segment)
+    uint32_t kvio_index_match(kvio_index *index, const kvio_key *keys, uint32_t count)
+    uint32_t kvio_index_find(kvio_index *index, const kvio_key *keys, uint32_t count,
+                             uint32_t now_s, kvio_block_io *out)
+    uint32_t kvio_index_touch(kvio_index *index, const kvio_key *keys, uint32_t count,
+                              uint32_t now_s)
+    uint32_t kvio_index_pin(kvio_index *index, const kvio_key *keys, uint32_t count, int by)
+    int64_t kvio_index_evict(kvio_index *index, uint32_t count, kvio_block_io *out)
+    int kvio_index_segment_use(kvio_index *index, uint32_t segment, uint64_t *places,
+                               uint32_t *used_s)
+    void kvio_index_get_stats(kvio_index *index, kvio_index_stats *out)

@@ -55,7 +55,8 @@ class Capacity:
         failure = errno.ENOSPC
         if count == 0:
             return np.empty((0, 3), np.int64), 0
-        self._make_room(count - self._left(count), keys)
+        if self.max_blocks is not None:
+            self._make_room(self.used_blocks() + count - self.max_blocks, keys)
         self._make_runs(ring, count, keys)
         fits = self._left(count)
         places, refused = self._writer.place(ring, fits)
@@ -128,25 +129,13 @@ class Capacity:
         stay = _with_parents(keys)
         self._index.pin(stay, 1)
         try:
-            gone = self._choose(count)
+            gone = self._index.evict(count)
         finally:
             self._index.pin(stay, -1)
         self._writer.give_back(gone)
         self._counts["evicted_blocks"] += len(gone)
+        self._counts["evicted_orphans"] += int(gone["status"].sum())
         return len(gone)
-
-    def _choose(self, count):
-        """Blocks that have left the index: `count`, or as many as may go."""
-        orphans = self._index.stats()["orphans"]
-        gone = self._index.evict(min(count, orphans))
-        left = self._index.stats()["orphans"]
-        self._counts["evicted_orphans"] += max(0, orphans - left)
-        more = self._index.evict(count - len(gone))
-        # Only what lies above pinned blocks was left, and they became orphans: it stays.
-        while len(more) and self._index.stats()["orphans"] > left:
-            self._index.insert(more[-1:])
-            more = more[:-1]
-        return np.concatenate([gone, more])
 
     # ---- pins
 

@@ -175,9 +175,7 @@ class Requests:
         self.counts["hit_blocks"] += int(np.count_nonzero(status == 0))
         self.counts["missed_blocks"] += int(np.count_nonzero(~asked))
         for i in np.flatnonzero(lost):
-            block = blocks[i]
-            if not self._index.remove(int(block["segment"]), int(block["slot"]),
-                                      int(block["generation"])):
+            if not self._remove(blocks[i]):
                 self.counts["missed_blocks"] += 1       # evicted while it was being read
                 continue
             self.counts["lost_blocks"] += 1
@@ -202,11 +200,13 @@ class Requests:
         """For tests: drop blocks that this store has written."""
         with self._lock:
             self.harvest()
-            for block in self._index.find(as_keys(keys)):
-                if block["status"] != -errno.ENOENT and self._writer.owns(int(block["segment"])) \
-                        and self._index.remove(int(block["segment"]), int(block["slot"]),
-                                               int(block["generation"])):
-                    self._writer.give_back(block.reshape(1))
+            places = self._index.find(as_keys(keys))
+            for place in places[places["status"] != -errno.ENOENT]:
+                if self._writer.owns(int(place["segment"])) and self._remove(place):
+                    self._writer.give_back(place.reshape(1))
+
+    def _remove(self, place):
+        return self._index.remove(*(int(place[name]) for name in ("segment", "slot", "generation")))
 
 
 def _usable_prefix(status) -> int:

@@ -109,7 +109,8 @@ class BlockStore:
                              "limit of open files (ulimit -n)") from failed
 
     def __repr__(self):
-        state = "closed" if self._closed else f"{len(self._index)} blocks, {self.backend}"
+        gone = self._closed or self._pid != os.getpid()
+        state = "closed" if gone else f"{len(self._index)} blocks, {self.backend}"
         return f"<BlockStore {self.path}: {state}>"
 
     def __len__(self):

@@ -9,7 +9,7 @@ import pytest
 from blocks import LAYOUT, Blocks, chain, get, open_store, payload, put, readable
 from kvio.errors import TransferError
 from kvio.layout import block_keys
-from kvio.storage import evict
+from kvio.storage import requests
 
 STRIDE = LAYOUT.stride
 
@@ -18,7 +18,7 @@ STRIDE = LAYOUT.stride
 def clock(monkeypatch):
     """A second passes with every look: who is used later is younger."""
     seconds = itertools.count(10)
-    monkeypatch.setattr(evict, "now_s", lambda: next(seconds))
+    monkeypatch.setattr(requests, "now_s", lambda: next(seconds))
 
 
 def small(path, blocks, backend="threads", **options):
@@ -215,8 +215,9 @@ def test_ancestors_do_not_go_for_their_descendants(tmp_path, clock):
         assert store.match(keys) == 10 and readable(store, keys[:10]).all()
     with small(tmp_path / "more", 10) as store:             # and piece by piece
         for first in range(0, 20, 3):
-            attempt(store, keys[first:first + 3])
-        assert store.match(keys) == 10
+            if attempt(store, keys[first:first + 3]).any():
+                break
+        assert first == 9 and store.match(keys) == 10
 
 
 def test_what_is_being_written_does_not_go(tmp_path, backend):
@@ -320,7 +321,7 @@ def test_a_ring_takes_over_segments_of_a_ring_that_rests(tmp_path, backend):
             source = Blocks(8, keys=keys)
             rings[seed % 3].write(keys, source.pool, source.ids).wait()
             assert readable(store, keys).all() and exact(store) <= 40
-        assert store._writer.span <= 40 and len(store._writer.segments) <= 4
+        assert store._writer.span <= 40 and len(store._writer.segments) <= 5
         with open_store(tmp_path, backend) as second:
             assert second.stats()["headers_damaged"] == 0
             for seed in range(30):
@@ -338,7 +339,7 @@ def test_a_ring_that_cannot_get_free_slots_spans_more_rather_than_fail(tmp_path,
         more = chain(2, seed=2)
         source = Blocks(2, keys=more)
         transfer = busy.write(more, source.pool, source.ids)
-        keys, blocks = chain(4, seed=3), None
+        keys = chain(4, seed=3)
         blocks = Blocks(4, keys=keys)
         other.write(keys, blocks.pool, blocks.ids).wait()
         busy._ring._pause(False)
@@ -351,7 +352,7 @@ def test_a_ring_that_cannot_get_free_slots_spans_more_rather_than_fail(tmp_path,
 class Dead:
     """What Watch offers, for segments of writers that have closed."""
 
-    def __init__(self, store, order=()):
+    def __init__(self, store):
         self.store = store
         self.paths = {}
         for number, name in enumerate(sorted(n for n in os.listdir(store.path) if "-" in n)):
@@ -361,6 +362,7 @@ class Dead:
         return list(self.paths)
 
     def reclaim(self, number):
+        os.truncate(self.paths[number], 0)      # others may have it open: give the space back
         os.unlink(self.paths.pop(number))
         self.store._index.drop_segment(number)
         return True
@@ -400,9 +402,10 @@ def test_what_dead_writers_left_counts_and_what_the_living_have_does_not(tmp_pat
     left_behind(tmp_path, 2)
     with small(tmp_path, 25) as store:
         assert store.stats()["used_bytes"] == 0
+        dead = Dead(store)
         put(store, chain(20))                       # nobody is known to be dead
         assert store.match(chain(20)) == 20
-        store._capacity._watch = Dead(store)
+        store._capacity._watch = dead
         assert store.stats()["used_bytes"] == 40 * STRIDE
         put(store, chain(1, seed=1))                # over budget: both go, nothing of our own
         assert store.stats()["reclaimed_segments"] == 2 and len(store) == 21
@@ -416,8 +419,8 @@ def test_dead_segments_with_pinned_blocks_or_own_ancestors_stay(tmp_path, clock)
             more = branch(chains[1], 10, seed=7)
             put(store, more)
             assert [store.match(keys) for keys in chains] == [10, 10, 0]
-            assert (attempt(store, branch(more, 30, seed=8)) == 0).sum() == 10
-            assert [store.match(keys) for keys in chains] == [10, 0, 0]
+            assert (attempt(store, branch(chains[1], 30, seed=8)) == 0).sum() == 10
+            assert [store.match(keys) for keys in chains] == [10, 10, 0]
 
 
 # ---- figures
@@ -432,5 +435,5 @@ def test_hit_rates(tmp_path):
         get(store, keys)
         get(store, chain(4, seed=1))
         figures = store.stats()
-        assert figures["match_rate"] == 0.5 or figures["match_rate"] == 4 / 12
+        assert figures["match_rate"] == (4 + 4) / (8 + 4)
         assert figures["hit_rate"] == 0.5
