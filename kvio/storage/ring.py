@@ -10,9 +10,11 @@ import numpy as np
 from kvio._ext import ring as _ring
 from kvio.completion import Transfer
 from kvio.errors import BackendUnavailable, Busy, Closed, errno_name
+from kvio.storage.format import BLOCK_IO
 
 __all__ = ["ReadQueue", "Ring", "choose_backend"]
 
+_SETTLE_S = 0.1
 _REMEDY = {
     errno.EPERM: "allow it: sysctl kernel.io_uring_disabled=0, and in a container a seccomp "
                  "profile that lets io_uring through",
@@ -101,6 +103,14 @@ class Ring:
         ring = self._opened()
         first, data = ring.windows(direction == "write")
         return first * ring.window_ns, ring.window_ns, np.frombuffer(data, np.uint64)
+
+    def settle(self) -> bool:
+        """Wait until its thread is done with every batch that has drained; False if it is busy.
+        What they wrote may be written by another ring from then on."""
+        try:
+            return self._ring.submit(False, np.empty(0, BLOCK_IO), 0, 0, 0).wait(_SETTLE_S)
+        except ValueError:                  # closed: it has no thread any more
+            return True
 
     def close(self, *, drain: bool = False, cancel: bool = False) -> None:
         """Stop the ring. Busy while transfers are in flight, unless `drain` waits for them or

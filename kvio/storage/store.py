@@ -9,6 +9,7 @@ A failed, torn or partial block is a miss or a status, never data. The bytes on 
 rules are docs/format.md.
 """
 import atexit
+import contextlib
 import errno
 import itertools
 import os
@@ -23,6 +24,7 @@ from kvio.errors import (BackendUnavailable, Busy, Closed, InvalidArgument, Stor
 from kvio.layout import BlockLayout
 from kvio.storage.describe import describe
 from kvio.storage.device import choose_direct_io, choose_queue_depth
+from kvio.storage.evict import Capacity
 from kvio.storage.format import JSON_NAME, as_keys
 from kvio.storage.index import Index
 from kvio.storage.options import INT64_MAX, check_options
@@ -60,14 +62,15 @@ class BlockStore:
         self._files.direct_io = direct_io[0]
         self._index, self.scan = Index(), Scan()
         self._writer = Writer(path, description, self._files, self._index,
-                              durable=durability == "durable", capacity_bytes=capacity_bytes)
+                              durable=durability == "durable")
         self._rings, self._default = set(), None      # rings that are open
+        self._watch = Watch(path, description, self._files, self._index, self._writer,
+                            self._rings, self.scan, dead_after_s=dead_after_s, poll_s=poll_s)
+        self._capacity = Capacity(self._index, self._writer, self._watch, capacity_bytes)
         self._ring_numbers = itertools.count()
         self._closed = self._ended = False      # refuses calls; has given everything back
         self._requests = Requests(path, layout, self._lock, self._index, self._writer,
-                                  self._rings)
-        self._watch = Watch(path, description, self._files, self._index, self._writer,
-                            self._rings, self.scan, dead_after_s=dead_after_s, poll_s=poll_s)
+                                  self._capacity, self._rings)
         self._requests.watch = self._watch
         self._harvest, self._forget = self._requests.harvest, self._requests.forget
 
@@ -87,7 +90,9 @@ class BlockStore:
             wrote without durability are still checked.
         durability: "visible" survives the death of the process once `write` has completed,
             "durable" a power loss as well. `sync` makes visible blocks durable.
-        capacity_bytes: what this store object may write before blocks fail with ENOSPC.
+        capacity_bytes: the payload that this store object keeps (whole blocks of
+            `layout.stride` bytes; what dead writers left counts as well). Beyond it the least
+            recently used blocks are evicted; None: when the disk is full.
         segment_bytes: size of a segment file; fixed when the store is created.
         queue_depth: device operations in flight per ring; None chooses by the block device
             (`stats()["queue_depth_reason"]`).
@@ -167,7 +172,8 @@ class BlockStore:
     def write(self, keys, pool, block_ids) -> Transfer:
         """Store blocks; they are visible to `match` and `read` once the transfer has completed.
 
-        Blocks that are stored already succeed at once. ENOSPC fails single blocks; `wait` then
+        Blocks that are stored already succeed at once. Where capacity or disk are full, others
+        are evicted; what finds no room even so fails with ENOSPC, block by block, and `wait`
         raises TransferError. A block is written even if its parent is not stored.
         """
         return self._requests.write(self._default_ring(), keys, pool, block_ids)
@@ -177,6 +183,35 @@ class BlockStore:
         the next look; returns how many blocks appeared or went. Blocks for the time of I/O."""
         self._check_open()
         return self._watch.look()
+
+    def pin(self, keys) -> int:
+        """Keep the stored prefix of a chain from being evicted by this store object, until
+        `unpin`; returns its length in blocks. Pins count. Other processes do not know of them: a
+        block of another writer may go all the same."""
+        keys = as_keys(keys)
+        with self._lock:
+            self._check_open()
+            self._harvest()
+            return self._capacity.pin(keys)
+
+    def unpin(self, keys) -> None:
+        """Take back one `pin` of each of these keys: those it has counted, `keys[:count]`. Keys
+        that are not pinned are ignored."""
+        keys = as_keys(keys)
+        with self._lock:
+            self._check_open()
+            self._capacity.unpin(keys)
+
+    @contextlib.contextmanager
+    def pinned(self, keys):
+        """`with store.pinned(keys) as count:` keys[:count] are stored and stay so meanwhile."""
+        keys = as_keys(keys)
+        count = self.pin(keys)
+        try:
+            yield count
+        finally:
+            if not self._closed:
+                self.unpin(keys[:count])
 
     def sync(self) -> None:
         """Make every write that has completed survive a power loss. Blocks; StoreError."""
@@ -242,8 +277,8 @@ class BlockStore:
                 "segments_ignored": dict(self.scan.ignored),
                 "headers_damaged": sharing["headers_damaged"],
                 "headers_beyond_end": sharing["headers_beyond_end"],
-                "page1_writes": self._files.page1_writes, **self._requests.counts,
-                "sharing": sharing, "rings": rings}
+                "page1_writes": self._files.page1_writes, **self._requests.stats(),
+                **self._capacity.stats(), "sharing": sharing, "rings": rings}
 
     def close(self, *, drain: bool = False, cancel: bool = False) -> None:
         """Close the store. Busy while transfers are in flight (nothing is closed then), unless

@@ -65,6 +65,7 @@ class Watch:
         self._announced: dict[str, str] = {}
         self._thread, self._ended = None, threading.Event()
         self._touches = Touches(folder, description.store, writer.uuid)
+        self.gone: tuple[int, ...] = ()     # segments whose writers have closed or died
         self._counts = {"polls": 0, "writers_seen": 0, "writers_died": 0, "writers_returned": 0,
                         "segments_found": 0, "segments_lost": 0, "zombie_segments": 0,
                         "reclaimed_segments": 0, "poll_failures": 0}
@@ -77,6 +78,7 @@ class Watch:
         with self._lock:
             self._list(time.monotonic(), first=True)
             self._poll("live")
+            self._note_gone()
             self._touches.skip_old()
 
     def start(self) -> None:
@@ -136,6 +138,7 @@ class Watch:
                 self._slow_at = now + _SLOW_S
                 self._poll("gone")
             self._bury()
+            self._note_gone()
             if slow:
                 self._exchange_touches(now)
             self._sweep()
@@ -332,6 +335,10 @@ class Watch:
                 self._counts["writers_died"] += 1
                 self._groups.clear()
 
+    def _note_gone(self):
+        self.gone = tuple(number for writer in self._writers.values() if writer.gone
+                          for number, _ in writer.segments.values())
+
     def dead_segments(self) -> list[tuple[int, str, int]]:
         """(number, path, bytes on disk) of segments whose writer has closed or is dead."""
         found = []
@@ -367,6 +374,7 @@ class Watch:
                 pass
             self._listed.discard(name)
             self._forget(name)
+            self._note_gone()
             self._counts["reclaimed_segments"] += 1
             self._sweep()
         return True
