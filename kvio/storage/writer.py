@@ -54,7 +54,7 @@ class Writer:
         self.slots_used = 0             # handed out or valid
         self.span = 0                   # used at least once
         self._next_number = 0           # of a file: never used twice, also if segments are lost
-        self._full_until, self._retry_s = 0.0, 0
+        self._full_until, self._retry_s, self._full_errno = 0.0, 0, errno.ENOSPC
         self._lock = threading.RLock()
 
     def place(self, ring, count: int) -> tuple[np.ndarray, int]:
@@ -149,7 +149,7 @@ class Writer:
                 if room >= least:
                     return self._extend(segment, min(count, room))
         if full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(self._full_errno, os.strerror(self._full_errno))
         try:
             segment = self._create()
         except OSError as failed:
@@ -205,7 +205,7 @@ class Writer:
         if code in FULL and now >= self._full_until:
             again = now < self._full_until + self._retry_s
             self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S) if again else _RETRY_S
-            self._full_until = now + self._retry_s
+            self._full_until, self._full_errno = now + self._retry_s, code
 
     def _disk_is_full(self):
         return time.monotonic() < self._full_until
