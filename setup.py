@@ -56,14 +56,19 @@ class BuildExt(build_ext):
         super().build_extensions()
 
 
+def sources(*patterns):
+    """Names of the C files that a module is made of."""
+    return sorted(os.path.basename(path) for pattern in patterns
+                  for path in glob.glob(f"kvio/_ext/{pattern}"))
+
+
+CRC32C = "crc32c*.c"        # the file for another CPU compiles to nothing
 uring = liburing()
 modules = [
-    extension("block", ["blake2b.c", "crc32c.c", "geometry.c"]),
-    extension("index", ["trie.c", "trie_evict.c", "trie_find.c", "trie_links.c", "trie_rows.c"]),
+    extension("block", sources("blake2b.c", CRC32C, "geometry.c")),
+    extension("index", sources("trie*.c")),
     extension("nic", ["nicbase.c", "batch.c", "softnic.c", "softfabric.c"]),
-    extension("ring", ["ring_thread.c", "ring_batch.c", "ring_format.c", "ring_io.c",
-                       "ring_keeper.c", "ring_read.c", "ring_run.c", "ring_stats.c",
-                       "ring_threads.c", "ring_uring.c", "ring_write.c", "crc32c.c"],
+    extension("ring", sources("ring_*.c", CRC32C),
               macros=[("KVIO_HAVE_URING", "1")] if uring else [], link=[uring] if uring else []),
 ]
 setup(cmdclass={"build_ext": BuildExt}, ext_modules=cythonize(

@@ -10,7 +10,9 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import statistics                                                           # noqa: E402
+import subprocess                                                           # noqa: E402
 import time                                                                 # noqa: E402
+from pathlib import Path                                                    # noqa: E402
 from typing import NamedTuple                                               # noqa: E402
 
 import pytest                                                               # noqa: E402
@@ -49,6 +51,27 @@ def timed(function):
     cpu, wall = time.process_time(), time.perf_counter()
     function()
     return time.perf_counter() - wall, time.process_time() - cpu
+
+
+@pytest.fixture(scope="session")
+def smoke(request):
+    """Run once and small: only the bytes count."""
+    return request.config.getoption("--benchmark-disable")
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    """`built(source, *flags)`: the path of what the C compiler makes of a file beside this one."""
+    def built(source, *flags):
+        target = tmp_path_factory.mktemp("built") / Path(source).stem
+        command = [os.environ.get("CC", "cc"), "-O3", "-Wall", "-Wextra", "-Werror",
+                   Path(__file__).with_name(source), "-o", target, *flags]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip(f"no C compiler for {source}: install gcc")
+        return target
+    return built
 
 
 @pytest.fixture

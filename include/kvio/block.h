@@ -31,10 +31,18 @@ void kvio_blake2b16(const void *data, size_t nbytes, const uint8_t salt[16],
 int64_t kvio_block_keys(const uint32_t *ids, size_t count, uint32_t block_tokens,
 			const uint8_t root[KVIO_KEY_BYTES], struct kvio_key *out);
 
-/* CRC-32C (Castagnoli), `crc` 0 to start; by the CPU's instruction where there is one. */
+/* CRC-32C (Castagnoli), `crc` 0 to start; by the CPU's instructions where it has them. */
 uint32_t kvio_crc32c(uint32_t crc, const void *data, size_t nbytes);
-/* The portable version, for machines without it and for the tests. */
+/* The portable version, for machines without them and for the tests. */
 uint32_t kvio_crc32c_portable(uint32_t crc, const void *data, size_t nbytes);
+
+/* For tests and benchmarks: all that this machine can run, the one in use first, the portable
+ * one last, then one whose name is NULL. */
+struct kvio_crc32c_impl {
+	const char *name;
+	uint32_t (*crc)(uint32_t crc, const void *data, size_t nbytes);
+};
+const struct kvio_crc32c_impl *kvio_crc32c_impls(void);
 
 enum kvio_opcode {
 	KVIO_OP_READ = 1,	/* remote -> local */

@@ -93,7 +93,8 @@ uint32_t kvio_index_pin(struct kvio_index *index, const struct kvio_key *keys, u
  * Chooses up to `count` own places to give up, takes them out of the index and writes them to
  * `out`: orphans first, then the least recently used leaves (blocks that are nobody's stored
  * parent, counting those that this call has taken as gone), then, if only inner blocks are left,
- * the least recently used of these. Pinned blocks never. Returns how many.
+ * the least recently used of these. Never pinned blocks, nor what lies above them. The status of
+ * an orphan is 1, of others 0. Returns how many.
  */
 int64_t kvio_index_evict(struct kvio_index *index, uint32_t count, struct kvio_block_io *out);
 

@@ -59,10 +59,15 @@ struct kvio_page1 {
 	uint32_t header_pages;
 	uint64_t heartbeat;
 	uint64_t epoch;
+	uint64_t others;		/* moves with every page 1 of the writer's other segments */
 	uint8_t changed[KVIO_BITMAP_BYTES];		/* in this epoch */
 	uint8_t changed_before[KVIO_BITMAP_BYTES];	/* in the previous one */
 };
+#define KVIO_CLOSED UINT64_MAX		/* a heartbeat: nobody writes this segment any more */
 void kvio_page1_encode(uint8_t *out, const struct kvio_page1 *page);
+/* 0, or -EBADMSG: not a page 1 of this segment. */
+int kvio_page1_decode(const uint8_t *bytes, const uint8_t *uuid, uint32_t header_pages,
+		      struct kvio_page1 *out);
 
 /* ---- store: the open files, and the keeper thread that rewrites page 1 ---- */
 
@@ -84,23 +89,82 @@ struct kvio_segment_params {
 int kvio_store_new(struct kvio_store **out, const struct kvio_store_params *params);
 /* Returns the segment's index. */
 int kvio_store_add_segment(struct kvio_store *store, const struct kvio_segment_params *params);
+/*
+ * Nobody writes this segment any more (its writer has closed) and the index has been brought up
+ * to date since: places that are looked up from now on (kvio_ring_batch_params.found_ns) need no
+ * second look at their header. There is no way back.
+ */
+int kvio_segment_final(struct kvio_store *store, uint32_t index);
+/* 1 if the file is O_DIRECT and its file system means it; tmpfs takes the flag and copies. */
+int kvio_file_is_direct(int fd);
 /* Reserves disk space; -EOPNOTSUPP, -ENOSPC, -EFBIG as the file system says. */
 int kvio_allocate(int fd, uint64_t offset, uint64_t nbytes);
-/* Stops the keeper after a last page 1 and closes all files. No ring may be open. */
+/* fsync of one segment; one that was retired has nothing to lose. Blocks. */
+int kvio_store_sync_segment(struct kvio_store *store, uint32_t segment);
+/*
+ * The segment's file is gone: blocks of it that are submitted from now on get -ENOENT (reads) or
+ * -ESTALE (writes) and its page 1 is not written any more. kvio_store_sweep() closes the files
+ * of retired segments that no batch in flight uses; returns how many are left. Rings hold the
+ * files too (registered files): kvio_ring_wake() lets each one give up what was closed.
+ */
+int kvio_store_retire(struct kvio_store *store, uint32_t segment);
+int kvio_store_sweep(struct kvio_store *store);
+/* Stops the keeper after a last page 1, which marks all own segments as closed, and closes all
+ * files. No ring may be open. */
 void kvio_store_stop(struct kvio_store *store);
 uint64_t kvio_store_page1_writes(const struct kvio_store *store);
 /* Stops; NULL is fine. In a forked child it only lets go of memory. */
 void kvio_store_free(struct kvio_store *store);
 
+/* ---- watch: what other writers' segments hold now ---- */
+
+/* Takes what `count` slots from `first` on hold now: kvio_index_replace() of index.h. */
+typedef int64_t (*kvio_replace_fn)(void *index, uint32_t segment, uint32_t first, uint32_t count,
+				   const struct kvio_block_io *blocks, uint32_t num_blocks);
+enum kvio_news {
+	KVIO_NEWS_BEAT = 1,		/* page 1 of one of the writer's segments was rewritten */
+	KVIO_NEWS_CLOSED = 2,		/* the newest segment, and all read up to its last change */
+	KVIO_NEWS_FAILED = 4,		/* something could not be read; tried again in a second */
+};
+/* One writer: `count` of the segments that are passed with it, from `first` on, newest first. */
+struct kvio_watched {
+	uint32_t first, count;
+	uint32_t news;			/* out: enum kvio_news */
+	int32_t error;			/* out: the last -errno of reading, or 0 */
+};
+struct kvio_watch_stats {
+	uint64_t page1_reads, page1_damaged;	/* damaged: twice in a row */
+	uint64_t header_pages_read;
+	uint64_t full_reads;			/* of all header pages of a segment */
+	uint64_t headers_damaged, headers_beyond_end;
+	uint64_t blocks_seen;			/* valid headers that were read */
+	uint64_t places_changed;		/* what `replace` returned */
+};
+/*
+ * One look at each of these writers. A segment that is looked at for the first time is read
+ * whole. Blocks in pread; looks of several threads take turns. Returns how many writers have news.
+ */
+int64_t kvio_store_poll(struct kvio_store *store, kvio_replace_fn replace, void *index,
+			const uint32_t *segments, struct kvio_watched *writers, uint32_t count);
+/* Own segments whose file has no name any more: others took this writer for dead and reclaimed
+ * them. Returns how many (at most `count`) numbers were written to `out`. */
+int kvio_store_unlinked(struct kvio_store *store, uint32_t *out, uint32_t count);
+void kvio_store_watch_stats(struct kvio_store *store, struct kvio_watch_stats *out);
+
 /* ---- rings ---- */
 
 struct kvio_ring;
 enum kvio_backend { KVIO_BACKEND_URING = 1, KVIO_BACKEND_THREADS = 2 };
+/* Wishes: what the machine refuses is done the usual way, and stats say why. */
+enum kvio_ring_flags {
+	KVIO_RING_IOPOLL = 1,		/* payload of O_DIRECT files by a ring that is polled */
+	KVIO_RING_SQPOLL = 2,		/* a kernel thread submits */
+};
 struct kvio_ring_params {
 	uint32_t backend;		/* enum kvio_backend */
 	uint32_t queue_depth;		/* device operations in flight */
 	uint32_t io_bytes;		/* a larger block is split, neighbours merge up to this */
-	uint32_t reserved;
+	uint32_t flags;			/* enum kvio_ring_flags */
 	uint64_t read_bytes_per_s;	/* emulated SNIC bandwidth; 0: as fast as the device */
 	uint64_t write_bytes_per_s;
 	uint64_t window_ns;		/* of kvio_ring_windows() */
@@ -116,6 +180,13 @@ struct kvio_ring_stats {
 	uint64_t fixed_ios, registered_bytes;		/* through registered buffers */
 	uint64_t register_errno;			/* why some region is not registered */
 	uint64_t setup_flags;				/* IORING_SETUP_* in force */
+	uint64_t check_reads;		/* header pages read again for verify=never */
+	uint64_t memory_checks;		/* blocks compared with memory instead */
+	uint64_t async_ios;		/* copies handed to the kernel's workers */
+	uint64_t poll_ios;		/* completed by the polled ring */
+	uint64_t poll_setup_flags;	/* IORING_SETUP_* of the polled ring; 0: there is none */
+	uint64_t poll_errno, sqpoll_errno;	/* why a wish was not granted */
+	uint64_t waits;			/* times the thread waited in the kernel */
 };
 /* What the tests inject: the next `count` matching operations after `skip` get `result`. */
 struct kvio_fault {
@@ -144,6 +215,8 @@ void kvio_ring_get_stats(struct kvio_ring *ring, struct kvio_ring_stats *out);
  */
 int64_t kvio_ring_windows(struct kvio_ring *ring, int write, uint64_t *out, int64_t count,
 			  uint64_t *first);
+/* Something happened that the ring's thread should look at. */
+void kvio_ring_wake(struct kvio_ring *ring);
 /* The memory of a region is gone: give up its registration. */
 int kvio_ring_forget(struct kvio_ring *ring, uint64_t region);
 /* For tests. */
@@ -159,6 +232,7 @@ struct kvio_ring_batch_params {
 	uint64_t region;		/* number of the region, never reused; 0: do not register */
 	uint64_t region_addr;
 	uint64_t region_nbytes;
+	int64_t found_ns;		/* CLOCK_MONOTONIC before places were looked up; 0: old */
 	const struct kvio_block_io *blocks;	/* copied */
 };
 /* Submits; the ring completes it on its own. The caller owns one reference. An empty batch

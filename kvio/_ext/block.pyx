@@ -5,8 +5,8 @@ from cpython.buffer cimport (PyBUF_C_CONTIGUOUS, PyBUF_SIMPLE, PyBUF_WRITABLE, P
                              PyObject_GetBuffer)
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
-from core cimport (kvio_block_keys, kvio_blake2b16, kvio_crc32c, kvio_crc32c_portable,
-                   kvio_describe, kvio_key, kvio_sge, kvio_side, kvio_wr)
+from core cimport (kvio_block_keys, kvio_blake2b16, kvio_crc32c, kvio_crc32c_impl,
+                   kvio_crc32c_impls, kvio_describe, kvio_key, kvio_sge, kvio_side, kvio_wr)
 
 MAX_LENGTH = 1 << 30        # a merged work request stays below every provider's max_msg_sz
 
@@ -36,13 +36,36 @@ def blake2b16(const uint8_t[::1] data not None, const uint8_t[::1] salt not None
     return bytes(out[:16])
 
 
-def crc32c(const uint8_t[::1] data not None, uint32_t crc=0, bint portable=False):
+def crc32c(const uint8_t[::1] data not None, uint32_t crc=0):
     """CRC-32C of the bytes, continuing from `crc`."""
     cdef size_t nbytes = data.shape[0]
     cdef const uint8_t *first = &data[0] if nbytes else NULL
     with nogil:
-        crc = kvio_crc32c_portable(crc, first, nbytes) if portable \
-            else kvio_crc32c(crc, first, nbytes)
+        crc = kvio_crc32c(crc, first, nbytes)
+    return crc
+
+
+def crc32c_impls():
+    """Names of the implementations that this machine can run; the first one is in use."""
+    cdef const kvio_crc32c_impl *impl = kvio_crc32c_impls()
+    names = []
+    while impl.name:
+        names.append(impl.name.decode())
+        impl += 1
+    return names
+
+
+def crc32c_by(str name not None, const uint8_t[::1] data not None, uint32_t crc=0):
+    """`crc32c` by that implementation. For tests and benchmarks."""
+    cdef const kvio_crc32c_impl *impl = kvio_crc32c_impls()
+    cdef size_t nbytes = data.shape[0]
+    cdef const uint8_t *first = &data[0] if nbytes else NULL
+    while impl.name and impl.name.decode() != name:
+        impl += 1
+    if not impl.name:
+        raise ValueError(f"this machine has no {name}: {crc32c_impls()}")
+    with nogil:
+        crc = impl.crc(crc, first, nbytes)
     return crc
 
 

@@ -11,6 +11,10 @@ cdef extern from "kvio/block.h" nogil:
                             const uint8_t *root, kvio_key *out)
     uint32_t kvio_crc32c(uint32_t crc, const void *data, size_t nbytes)
     uint32_t kvio_crc32c_portable(uint32_t crc, const void *data, size_t nbytes)
+    struct kvio_crc32c_impl:
+        const char *name
+        uint32_t (*crc)(uint32_t crc, const void *data, size_t nbytes) noexcept nogil
+    const kvio_crc32c_impl *kvio_crc32c_impls()
     enum kvio_opcode:
         KVIO_OP_READ
         KVIO_OP_WRITE
@@ -179,9 +183,12 @@ cdef extern from "kvio/ring.h" nogil:
         uint32_t header_pages
         uint64_t heartbeat
         uint64_t epoch
+        uint64_t others
         uint8_t changed[1880]
         uint8_t changed_before[1880]
     void kvio_page1_encode(uint8_t *out, const kvio_page1 *page)
+    int kvio_page1_decode(const uint8_t *bytes, const uint8_t *uuid, uint32_t header_pages,
+                          kvio_page1 *out)
     struct kvio_store:
         pass
     struct kvio_store_params:
@@ -198,20 +205,50 @@ cdef extern from "kvio/ring.h" nogil:
         uint8_t uuid[16]
     int kvio_store_new(kvio_store **out, const kvio_store_params *params)
     int kvio_store_add_segment(kvio_store *store, const kvio_segment_params *params)
+    int kvio_segment_final(kvio_store *store, uint32_t index)
+    int kvio_file_is_direct(int fd)
     int kvio_allocate(int fd, uint64_t offset, uint64_t nbytes)
+    int kvio_store_sync_segment(kvio_store *store, uint32_t segment)
+    int kvio_store_retire(kvio_store *store, uint32_t segment)
+    int kvio_store_sweep(kvio_store *store)
     void kvio_store_stop(kvio_store *store)
     uint64_t kvio_store_page1_writes(const kvio_store *store)
     void kvio_store_free(kvio_store *store)
+    ctypedef int64_t (*kvio_replace_fn)(void *index, uint32_t segment, uint32_t first,
+                                        uint32_t count, const kvio_block_io *blocks,
+                                        uint32_t num_blocks) noexcept nogil
+    enum kvio_news:
+        KVIO_NEWS_BEAT
+        KVIO_NEWS_CLOSED
+        KVIO_NEWS_FAILED
+    struct kvio_watched:
+        uint32_t first, count
+        uint32_t news
+        int32_t error
+    struct kvio_watch_stats:
+        uint64_t page1_reads, page1_damaged
+        uint64_t header_pages_read
+        uint64_t full_reads
+        uint64_t headers_damaged, headers_beyond_end
+        uint64_t blocks_seen
+        uint64_t places_changed
+    int64_t kvio_store_poll(kvio_store *store, kvio_replace_fn replace, void *index,
+                            const uint32_t *segments, kvio_watched *writers, uint32_t count)
+    int kvio_store_unlinked(kvio_store *store, uint32_t *out, uint32_t count)
+    void kvio_store_watch_stats(kvio_store *store, kvio_watch_stats *out)
     struct kvio_ring:
         pass
     enum kvio_backend:
         KVIO_BACKEND_URING
         KVIO_BACKEND_THREADS
+    enum kvio_ring_flags:
+        KVIO_RING_IOPOLL
+        KVIO_RING_SQPOLL
     struct kvio_ring_params:
         uint32_t backend
         uint32_t queue_depth
         uint32_t io_bytes
-        uint32_t reserved
+        uint32_t flags
         uint64_t read_bytes_per_s
         uint64_t write_bytes_per_s
         uint64_t window_ns
@@ -226,6 +263,10 @@ cdef extern from "kvio/ring.h" nogil:
         uint64_t fixed_ios, registered_bytes
         uint64_t register_errno
         uint64_t setup_flags
+        uint64_t check_reads, memory_checks, async_ios
+        uint64_t poll_ios, poll_setup_flags
+        uint64_t poll_errno, sqpoll_errno
+        uint64_t waits
     struct kvio_fault:
         uint32_t op_mask
         uint32_t skip
@@ -241,6 +282,7 @@ cdef extern from "kvio/ring.h" nogil:
     void kvio_ring_get_stats(kvio_ring *ring, kvio_ring_stats *out)
     int64_t kvio_ring_windows(kvio_ring *ring, int write, uint64_t *out, int64_t count,
                               uint64_t *first)
+    void kvio_ring_wake(kvio_ring *ring)
     int kvio_ring_forget(kvio_ring *ring, uint64_t region)
     int kvio_ring_fault(kvio_ring *ring, const kvio_fault *fault)
     void kvio_ring_pause(kvio_ring *ring, int paused)
@@ -252,6 +294,7 @@ cdef extern from "kvio/ring.h" nogil:
         uint64_t region
         uint64_t region_addr
         uint64_t region_nbytes
+        int64_t found_ns
         const kvio_block_io *blocks
     int kvio_ring_batch_submit(kvio_ring_batch **out, kvio_ring *ring,
                              const kvio_ring_batch_params *params)

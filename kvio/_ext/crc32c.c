@@ -1,21 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* CRC-32C: the CPU's instruction where it exists (chosen once, at load), tables elsewhere. */
-#include <string.h>
-
-#include "kvio/block.h"
-
-#if defined(__aarch64__)
-#include <arm_acle.h>
-#include <sys/auxv.h>
-#ifndef HWCAP_CRC32
-#define HWCAP_CRC32 (1 << 7)
-#endif
-#endif
+/*
+ * CRC-32C: tables here, the CPU's instructions in crc32c_x86.c and crc32c_arm.c; the best that
+ * this CPU has is chosen once, at load.
+ */
+#include "crc32c.h"
 
 #define POLY 0x82f63b78u	/* 0x1edc6f41 reflected */
+#define MAX_IMPLS 8
 
 static uint32_t table[8][256];
-static uint32_t (*best)(uint32_t crc, const void *data, size_t nbytes);
+static struct kvio_crc32c_impl impls[MAX_IMPLS + 1];	/* best first, the portable one last */
+
+static uint32_t times_x(uint32_t poly)
+{
+	return poly >> 1 ^ (poly & 1 ? POLY : 0);
+}
+
+uint32_t crc32c_power(unsigned int n)
+{
+	uint32_t poly = 0x80000000u;
+
+	while (n--)
+		poly = times_x(poly);
+	return poly;
+}
 
 uint32_t kvio_crc32c_portable(uint32_t crc, const void *data, size_t nbytes)
 {
@@ -36,74 +44,37 @@ uint32_t kvio_crc32c_portable(uint32_t crc, const void *data, size_t nbytes)
 	return ~crc;
 }
 
-#if defined(__x86_64__)
-__attribute__((target("sse4.2")))
-static uint32_t crc32c_cpu(uint32_t crc, const void *data, size_t nbytes)
-{
-	const uint8_t *p = data;
-	uint64_t c = (uint32_t)~crc, word;
-
-	for (; nbytes >= 8; p += 8, nbytes -= 8) {
-		memcpy(&word, p, 8);
-		c = __builtin_ia32_crc32di(c, word);
-	}
-	while (nbytes--)
-		c = __builtin_ia32_crc32qi((uint32_t)c, *p++);
-	return ~(uint32_t)c;
-}
-
-static int have_cpu(void)
-{
-	__builtin_cpu_init();
-	return __builtin_cpu_supports("sse4.2");
-}
-#elif defined(__aarch64__)
-__attribute__((target("+crc")))
-static uint32_t crc32c_cpu(uint32_t crc, const void *data, size_t nbytes)
-{
-	const uint8_t *p = data;
-	uint64_t word;
-
-	crc = ~crc;
-	for (; nbytes >= 8; p += 8, nbytes -= 8) {
-		memcpy(&word, p, 8);
-		crc = __crc32cd(crc, word);
-	}
-	while (nbytes--)
-		crc = __crc32cb(crc, *p++);
-	return ~crc;
-}
-
-static int have_cpu(void)
-{
-	return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
-}
-#else
-#define crc32c_cpu kvio_crc32c_portable
-static int have_cpu(void)
-{
-	return 0;
-}
+#if !defined(__x86_64__) && \
+	!(defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__)
+const struct crc32c_candidate crc32c_candidates[] = {{{NULL, NULL}, NULL}};
 #endif
 
 __attribute__((constructor)) static void crc32c_init(void)
 {
-	int n, k;
+	const struct crc32c_candidate *candidate;
+	unsigned int n, k, count = 0;
 
 	for (n = 0; n < 256; n++) {
-		uint32_t crc = (uint32_t)n;
-
+		table[0][n] = n;
 		for (k = 0; k < 8; k++)
-			crc = crc >> 1 ^ (crc & 1 ? POLY : 0);
-		table[0][n] = crc;
+			table[0][n] = times_x(table[0][n]);
 	}
 	for (n = 0; n < 256; n++)
 		for (k = 1; k < 8; k++)
 			table[k][n] = table[k - 1][n] >> 8 ^ table[0][table[k - 1][n] & 255];
-	best = have_cpu() ? crc32c_cpu : kvio_crc32c_portable;
+	for (candidate = crc32c_candidates; candidate->impl.crc && count < MAX_IMPLS - 1;
+	     candidate++)
+		if (candidate->usable())
+			impls[count++] = candidate->impl;
+	impls[count] = (struct kvio_crc32c_impl){"portable", kvio_crc32c_portable};
+}
+
+const struct kvio_crc32c_impl *kvio_crc32c_impls(void)
+{
+	return impls;
 }
 
 uint32_t kvio_crc32c(uint32_t crc, const void *data, size_t nbytes)
 {
-	return best(crc, data, nbytes);
+	return impls[0].crc(crc, data, nbytes);
 }

@@ -44,6 +44,11 @@ cdef _Rows blocks_in(blocks):
     return _Rows(blocks, sizeof(kvio_block_io))
 
 
+cdef int64_t replace_places(void *index, uint32_t segment, uint32_t first, uint32_t count,
+                            const kvio_block_io *blocks, uint32_t num_blocks) noexcept nogil:
+    return kvio_index_replace(<kvio_index *>index, segment, first, count, blocks, num_blocks)
+
+
 def is_root(const uint8_t[::1] key not None):
     """Is this the parent of a first block?"""
     if key.shape[0] != 16:

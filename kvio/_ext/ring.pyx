@@ -15,8 +15,10 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from core cimport *
+from kvio._ext.index cimport Index, replace_places
 
 BACKENDS = {"uring": KVIO_BACKEND_URING, "threads": KVIO_BACKEND_THREADS}
+NEWS_BEAT, NEWS_CLOSED, NEWS_FAILED = KVIO_NEWS_BEAT, KVIO_NEWS_CLOSED, KVIO_NEWS_FAILED
 INVALIDATE, SUSPECT = KVIO_BLOCK_INVALIDATE, KVIO_BLOCK_SUSPECT
 BLOCK_IO_NBYTES = sizeof(kvio_block_io)
 cdef int64_t SLICE_NS = 50000000        # how long a wait keeps a signal handler waiting
@@ -41,6 +43,11 @@ def allocate(int fd, uint64_t offset, uint64_t nbytes):
     return -rc
 
 
+def is_direct(int fd):
+    """Is the file O_DIRECT, on a file system that means it? (tmpfs takes the flag and copies.)"""
+    return bool(check(kvio_file_is_direct(fd)))
+
+
 def encode_header(const uint8_t[::1] block not None, const uint8_t[::1] uuid not None,
                   uint64_t nbytes):
     """The 128 bytes of a block header. For the tests."""
@@ -52,7 +59,7 @@ def encode_header(const uint8_t[::1] block not None, const uint8_t[::1] uuid not
 
 
 def encode_page1(const uint8_t[::1] uuid not None, uint32_t header_pages, uint64_t heartbeat,
-                 uint64_t epoch, const uint8_t[::1] changed not None,
+                 uint64_t epoch, uint64_t others, const uint8_t[::1] changed not None,
                  const uint8_t[::1] changed_before not None):
     """The 4096 bytes of page 1. For the tests."""
     cdef kvio_page1 page
@@ -61,11 +68,24 @@ def encode_page1(const uint8_t[::1] uuid not None, uint32_t header_pages, uint64
     if uuid.shape[0] != 16 or changed.shape[0] != 1880 or changed_before.shape[0] != 1880:
         raise ValueError("a uuid is 16 bytes and a bitmap 1880")
     page.header_pages, page.heartbeat, page.epoch = header_pages, heartbeat, epoch
+    page.others = others
     memcpy(page.uuid, &uuid[0], 16)
     memcpy(page.changed, &changed[0], 1880)
     memcpy(page.changed_before, &changed_before[0], 1880)
     kvio_page1_encode(&view[0], &page)
     return bytes(out)
+
+
+def decode_page1(const uint8_t[::1] data not None, const uint8_t[::1] uuid not None,
+                 uint32_t header_pages):
+    """(heartbeat, epoch, others, changed, changed_before), or None. For the tests."""
+    cdef kvio_page1 page
+    if data.shape[0] != KVIO_PAGE or uuid.shape[0] != 16:
+        raise ValueError("a page is 4096 bytes and a uuid 16")
+    if kvio_page1_decode(&data[0], &uuid[0], header_pages, &page) < 0:
+        return None
+    return (page.heartbeat, page.epoch, page.others, page.changed[:1880],
+            page.changed_before[:1880])
 
 
 def scan_headers(const uint8_t[::1] headers not None, const uint8_t[::1] uuid not None,
@@ -96,7 +116,7 @@ def scan_headers(const uint8_t[::1] headers not None, const uint8_t[::1] uuid no
 cdef class Store:
     """The open files of a store, and the thread that keeps page 1 of its own segments."""
     cdef kvio_store *_store
-    cdef readonly uint64_t num_rings
+    cdef public bint direct_io              # whether segments are opened with O_DIRECT
 
     def __cinit__(self, uint64_t block_nbytes, uint64_t slot_stride, uint64_t payload_offset,
                   uint32_t slots, uint32_t header_pages, bint verify, bint durable):
@@ -105,6 +125,7 @@ cdef class Store:
         params.payload_offset = payload_offset
         params.slots, params.header_pages = slots, header_pages
         params.verify, params.durable = verify, durable
+        self.direct_io = True
         check(kvio_store_new(&self._store, &params))
 
     def __dealloc__(self):
@@ -118,9 +139,70 @@ cdef class Store:
         memcpy(params.uuid, &uuid[0], 16)
         return check(kvio_store_add_segment(self._store, &params))
 
+    def set_final(self, uint32_t number):
+        """Nobody writes this segment any more, and the index is up to date with it: reads that
+        look their blocks up from now on trust the index. Never taken back."""
+        check(kvio_segment_final(self._store, number))
+
     @property
     def page1_writes(self):
         return kvio_store_page1_writes(self._store)
+
+    def sync_segment(self, uint32_t segment):
+        """fsync; a retired segment has nothing to lose."""
+        cdef int rc
+        with nogil:
+            rc = kvio_store_sync_segment(self._store, segment)
+        check(rc)
+
+    def retire(self, uint32_t segment):
+        """Its file is gone: from now on reads of it miss and writes to it fail."""
+        check(kvio_store_retire(self._store, segment))
+
+    def sweep(self):
+        """Close files of retired segments that nobody uses; how many are left."""
+        cdef int left
+        with nogil:
+            left = kvio_store_sweep(self._store)
+        return left
+
+    def unlinked(self):
+        """Numbers of own segments whose file has no name any more (the first 64)."""
+        cdef uint32_t out[64]
+        cdef int count
+        with nogil:
+            count = kvio_store_unlinked(self._store, out, 64)
+        return [out[i] for i in range(count)]
+
+    def poll(self, Index index not None, const uint32_t[::1] segments not None,
+             writers):
+        """Look at foreign writers and tell the index what has changed. `writers` is an array of
+        kvio_watched (first and count of its `segments`, newest first; news and error are filled
+        in). Returns how many have news."""
+        cdef Py_buffer view
+        cdef int64_t rc
+        if segments.shape[0] == 0:
+            return 0
+        PyObject_GetBuffer(writers, &view, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS)
+        cdef kvio_watched *first = <kvio_watched *>view.buf
+        cdef uint32_t count = <uint32_t>(view.len // sizeof(kvio_watched))
+        try:
+            for i in range(count):
+                if <uint64_t>first[i].first + first[i].count > <uint64_t>segments.shape[0]:
+                    raise ValueError("a writer has segments that were not passed")
+            with nogil:
+                rc = kvio_store_poll(self._store, replace_places, index.ptr, &segments[0],
+                                     first, count)
+        finally:
+            PyBuffer_Release(&view)
+        return check(rc)
+
+    def watch_stats(self):
+        """Counters of `poll`."""
+        cdef kvio_watch_stats stats
+        with nogil:
+            kvio_store_watch_stats(self._store, &stats)
+        return stats
 
     def stop(self):
         """Stop the keeper after a last page 1. Close the rings first."""
@@ -136,11 +218,12 @@ cdef class Ring:
 
     def __cinit__(self, Store store not None, str backend not None, uint32_t queue_depth,
                   uint32_t io_bytes, uint64_t read_bytes_per_s, uint64_t write_bytes_per_s,
-                  uint64_t window_ns=1000000000):
+                  uint64_t window_ns=1000000000, bint iopoll=False, bint sqpoll=False):
         cdef kvio_ring_params params
         cdef int rc
         params.backend, params.queue_depth = BACKENDS[backend], queue_depth
         params.io_bytes, params.window_ns = io_bytes, window_ns
+        params.flags = (KVIO_RING_IOPOLL if iopoll else 0) | (KVIO_RING_SQPOLL if sqpoll else 0)
         params.read_bytes_per_s = read_bytes_per_s
         params.write_bytes_per_s = write_bytes_per_s
         self._store, self.window_ns = store, window_ns
@@ -158,9 +241,10 @@ cdef class Ring:
         return self._ring
 
     def submit(self, bint write, blocks, uint64_t region, uint64_t region_addr,
-               uint64_t region_nbytes, Batch batch=None):
+               uint64_t region_nbytes, Batch batch=None, int64_t found_ns=0):
         """Submit an array of BLOCK_IO (copied); returns its Batch. A `Batch()` made before can be
-        given, so that who holds the memory holds the batch before the device has it."""
+        given, so that who holds the memory holds the batch before the device has it. `found_ns`:
+        time.monotonic_ns() before the places were looked up; see `Store.set_final`."""
         cdef kvio_ring_batch_params params
         cdef kvio_ring *ring = self.opened()
         cdef Py_buffer view
@@ -173,6 +257,7 @@ cdef class Ring:
         params.write, params.count = write, <uint32_t>(view.len // sizeof(kvio_block_io))
         params.region, params.region_addr = region, region_addr
         params.region_nbytes = region_nbytes
+        params.found_ns = found_ns
         params.blocks = <const kvio_block_io *>view.buf
         # With the GIL: close() must not free the ring under us. The ring's thread never needs it.
         rc = kvio_ring_batch_submit(&batch._batch, ring, &params)
@@ -202,6 +287,15 @@ cdef class Ring:
         kvio_ring_get_stats(self._ring, &stats)
         return stats.register_errno
 
+    def refused(self):
+        """[(name, errno)] of the polling that was asked for and is not had."""
+        cdef kvio_ring_stats stats
+        if self._ring is NULL:
+            return []
+        kvio_ring_get_stats(self._ring, &stats)
+        return [(name, code) for name, code in
+                (("iopoll", stats.poll_errno), ("sqpoll", stats.sqpoll_errno)) if code]
+
     def stats(self):
         cdef kvio_ring_stats stats
         kvio_ring_get_stats(self.opened(), &stats)
@@ -217,6 +311,11 @@ cdef class Ring:
         if count:
             kvio_ring_windows(ring, write, <uint64_t *>&view[0], count, &first)
         return first, out
+
+    def wake(self):
+        """Let the ring's thread look at what has happened."""
+        if self._ring is not NULL:
+            kvio_ring_wake(self._ring)
 
     def forget(self, uint64_t region):
         """The memory of this region is gone."""

@@ -39,6 +39,7 @@ static struct kvio_ring_batch *batch_new(const struct kvio_ring_batch_params *pa
 	batch->write = params->write;
 	batch->count = params->count;
 	batch->region = params->region;
+	batch->found_ns = params->found_ns;
 	batch->region_addr = params->region_addr;
 	batch->region_nbytes = params->region_nbytes;
 	pthread_mutex_init(&batch->lock, NULL);
@@ -65,6 +66,16 @@ static int block_check(const struct kvio_ring *ring, const struct kvio_ring_batc
 	return 0;
 }
 
+/* The batch was refused: lets go of the segments of its first `count` blocks. */
+static void batch_release(const struct kvio_ring *ring, struct kvio_ring_batch *batch,
+			  uint32_t count)
+{
+	while (count--)
+		if (batch->blocks[count].status == -EINPROGRESS)
+			segment_release(segment_at(ring->store, batch->blocks[count].segment));
+}
+
+/* Each block holds its segment from here until it has its status. */
 static int batch_check(const struct kvio_ring *ring, struct kvio_ring_batch *batch)
 {
 	for (uint32_t i = 0; i < batch->count; i++) {
@@ -75,8 +86,14 @@ static int batch_check(const struct kvio_ring *ring, struct kvio_ring_batch *bat
 		if (block->status != -EINPROGRESS)
 			continue;
 		rc = block_check(ring, batch, block);
-		if (rc < 0)
+		if (rc < 0) {
+			batch_release(ring, batch, i);
 			return rc;
+		}
+		if (!segment_hold(segment_at(ring->store, block->segment))) {
+			batch->status[i] = block->status = batch->write ? -ESTALE : -ENOENT;
+			continue;
+		}
 		batch->remaining++;
 		batch->tokens += block->tokens;
 	}
@@ -100,10 +117,10 @@ int kvio_ring_batch_submit(struct kvio_ring_batch **out, struct kvio_ring *ring,
 		rc = ring->stop ? -ESHUTDOWN : 0;
 		batch->submitted_ns = now_ns();
 		if (rc == 0 && nothing) {
-			ring->stats.batches_submitted++;
-			ring->stats.batches_completed++;
+			stats_add(&ring->stats.batches_submitted, 1);	/* under the lock */
+			__atomic_fetch_add(&ring->stats.batches_completed, 1, __ATOMIC_RELAXED);
 		} else if (rc == 0) {
-			ring->stats.batches_submitted++;
+			stats_add(&ring->stats.batches_submitted, 1);
 			atomic_fetch_add(&ring->batches_in_flight, 1);
 			if (!batch->write) {
 				atomic_fetch_add(&ring->queued_bytes, batch->nbytes);
@@ -113,6 +130,8 @@ int kvio_ring_batch_submit(struct kvio_ring_batch **out, struct kvio_ring *ring,
 			ring->inbox_tail = &batch->next;
 		}
 		pthread_mutex_unlock(&ring->lock);
+		if (rc < 0)
+			batch_release(ring, batch, batch->count);
 	}
 	if (rc < 0) {
 		atomic_store(&batch->refs, 1);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /* A ring's thread, and what others may ask of it. */
+#include <sched.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -77,15 +78,20 @@ static void *ring_main(void *arg)
 	if (rc < 0)
 		return NULL;
 	while (intake(ring)) {
-		int64_t due = runs_launch(ring);
-		int64_t now;
+		uint32_t closed = atomic_load(&ring->store->num_closed);
+		int64_t due, now;
 
+		if (closed != ring->closed_seen && ring->backend->forget_files)
+			ring->backend->forget_files(ring);
+		ring->closed_seen = closed;
+		due = runs_launch(ring);
 		due = sooner(due, runs_release(ring));
-		now = now_ns();
-		if (due < 0)
+		if (due < 0) {
 			ring->backend->wait(ring, -1);
-		else
-			ring->backend->wait(ring, due > now ? due - now : 0);
+			continue;
+		}
+		now = now_ns();
+		ring->backend->wait(ring, due > now ? due - now : 0);
 	}
 	ring->backend->close(ring);
 	return NULL;
@@ -98,9 +104,18 @@ static void ring_free(struct kvio_ring *ring)
 	if (ring->device)
 		ring->backend->discard(ring);
 	io_free_spares(ring);
+	commits_free(ring);
 	free(ring->forget);
 	pthread_mutex_destroy(&ring->lock);
 	free(ring);
+}
+
+static uint32_t usable_cpus(void)
+{
+	cpu_set_t set;
+	int count = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+
+	return count > 0 ? (uint32_t)count : 1;
 }
 
 int kvio_ring_open(struct kvio_ring **out, struct kvio_store *store,
@@ -122,6 +137,7 @@ int kvio_ring_open(struct kvio_ring **out, struct kvio_store *store,
 	ring->params = *params;
 	ring->backend = backend;
 	ring->pid = getpid();
+	ring->num_cpus = usable_cpus();
 	ring->inbox_tail = &ring->inbox;
 	ring->opened_rc = 1;
 	pthread_mutex_init(&ring->lock, NULL);
@@ -192,6 +208,7 @@ int kvio_ring_fault(struct kvio_ring *ring, const struct kvio_fault *fault)
 	int rc = -ENOSPC;
 
 	pthread_mutex_lock(&ring->lock);
+	atomic_store(&ring->has_faults, fault->op_mask != 0);
 	if (fault->op_mask == 0) {
 		memset(ring->faults, 0, sizeof(ring->faults));
 		rc = 0;
@@ -204,6 +221,11 @@ int kvio_ring_fault(struct kvio_ring *ring, const struct kvio_fault *fault)
 	}
 	pthread_mutex_unlock(&ring->lock);
 	return rc;
+}
+
+void kvio_ring_wake(struct kvio_ring *ring)
+{
+	ring->backend->wake(ring);
 }
 
 void kvio_ring_pause(struct kvio_ring *ring, int paused)

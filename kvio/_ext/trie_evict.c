@@ -20,7 +20,35 @@ static bool takeable_leaf(const struct kvio_index *index, uint32_t id)
 	return !head->child && !(head->flags & ROW_PINNED);
 }
 
-static void take(struct kvio_index *index, uint32_t id, struct taken *taken)
+/* Is anything pinned below this head? Each row has one parent: a walk that comes back to `top`, which
+ * keys that users make up can do, has seen nothing twice. */
+static bool pinned_below(const struct kvio_index *index, uint32_t top)
+{
+	uint32_t id = row_of(index, top)->child;
+
+	while (id) {
+		const struct row *row = row_of(index, id);
+
+		if (!(row->flags & ROW_COPY) && id != top) {
+			if (row->pins)
+				return true;
+			if (row->child) {
+				id = row->child;
+				continue;
+			}
+		}
+		while (row_of(index, id)->sibling_next ==
+		       row_of(index, row_of(index, id)->parent)->child) {
+			id = row_of(index, id)->parent;
+			if (id == top)
+				return false;
+		}
+		id = row_of(index, id)->sibling_next;
+	}
+	return false;
+}
+
+static void take(struct kvio_index *index, uint32_t id, bool orphan, struct taken *taken)
 {
 	const struct row *row = row_of(index, id);
 	struct kvio_block_io *out = &taken->out[taken->count++];
@@ -28,6 +56,7 @@ static void take(struct kvio_index *index, uint32_t id, struct taken *taken)
 	memset(out, 0, sizeof(*out));
 	trie_describe(row, out);
 	memcpy(out->parent, row_of(index, row->parent)->key, 16);
+	out->status = orphan;
 	trie_remove_place(index, id);
 }
 
@@ -40,7 +69,7 @@ static void take_children(struct kvio_index *index, uint32_t ghost, struct taken
 		if (pinned(index, id)) {
 			kept = id;
 		} else {
-			take(index, id, taken);
+			take(index, id, true, taken);
 			if (!kept && !(row_of(index, ghost)->flags & ROW_GHOST))
 				return;				/* that was the last child */
 		}
@@ -102,11 +131,13 @@ static uint32_t next_leaf(struct kvio_index *index)
 	return NIL;
 }
 
+/* The coldest of what has only others' blocks below it. */
 static uint32_t next_inner(const struct kvio_index *index, struct taken *taken)
 {
 	uint32_t id;
 
-	while ((id = row_of(index, taken->skipped)->hotter) != LRU && pinned(index, id))
+	while ((id = row_of(index, taken->skipped)->hotter) != LRU &&
+	       (pinned(index, id) || pinned_below(index, trie_head_of(index, id))))
 		taken->skipped = id;
 	return id;
 }
@@ -127,7 +158,7 @@ int64_t kvio_index_evict(struct kvio_index *index, uint32_t count, struct kvio_b
 		if (!id)
 			break;
 		orphans = index->stats.orphans;
-		take(index, id, &taken);
+		take(index, id, false, &taken);
 		if (index->stats.orphans > orphans)
 			take_orphans(index, &taken);
 	}

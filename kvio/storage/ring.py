@@ -10,15 +10,25 @@ import numpy as np
 from kvio._ext import ring as _ring
 from kvio.completion import Transfer
 from kvio.errors import BackendUnavailable, Busy, Closed, errno_name
+from kvio.storage.format import BLOCK_IO
 
 __all__ = ["ReadQueue", "Ring", "choose_backend"]
 
+_SETTLE_S = 0.1
 _REMEDY = {
     errno.EPERM: "allow it: sysctl kernel.io_uring_disabled=0, and in a container a seccomp "
                  "profile that lets io_uring through",
     errno.EACCES: "allow it: sysctl kernel.io_uring_disabled=0",
     errno.ENOSYS: "it needs Linux 5.11, and a kvio built with liburing (apt install liburing-dev)",
     errno.ENOMEM: "raise the locked-memory limit (ulimit -l)",
+}
+
+
+_POLLING = {
+    "sqpoll": "the kernel's submitting thread is refused, the ring's own thread submits (Linux "
+              "before 5.11 wants CAP_SYS_NICE)",
+    "iopoll": "the device or the file system cannot be polled (a driver needs poll queues: nvme "
+              "poll_queues=), interrupts serve",
 }
 
 
@@ -53,6 +63,7 @@ class Ring:
         self.store, self.name, self._ring = store, name, ring
         self._transfers = weakref.WeakSet()
         self._closed, self._ending = False, threading.RLock()
+        self._announced = set()
 
     def __repr__(self):
         return f"<Ring {self.name} of {self.store!r}>"
@@ -93,6 +104,14 @@ class Ring:
         first, data = ring.windows(direction == "write")
         return first * ring.window_ns, ring.window_ns, np.frombuffer(data, np.uint64)
 
+    def settle(self) -> bool:
+        """Wait until its thread is done with every batch that has drained; False if it is busy.
+        What they wrote may be written by another ring from then on."""
+        try:
+            return self._ring.submit(False, np.empty(0, BLOCK_IO), 0, 0, 0).wait(_SETTLE_S)
+        except ValueError:                  # closed: it has no thread any more
+            return True
+
     def close(self, *, drain: bool = False, cancel: bool = False) -> None:
         """Stop the ring. Busy while transfers are in flight, unless `drain` waits for them or
         `cancel` gives up those that have not started."""
@@ -113,6 +132,14 @@ class Ring:
             with self.store._lock:
                 self.store._writer.release(self)
                 self.store._rings.discard(self)
+
+    def _announce(self):
+        """Warn once of each wish that the machine has refused."""
+        for name, code in self._ring.refused():
+            if name not in self._announced:
+                self._announced.add(name)
+                warnings.warn(f"{name}: {errno_name(code)}; {_POLLING[name]}", RuntimeWarning,
+                              stacklevel=5)
 
     def _opened(self):
         if self._closed:

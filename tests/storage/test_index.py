@@ -341,6 +341,28 @@ def test_pinned_blocks_stay():
     assert index.stats()["pinned"] == 0 and evicted(index, 9) == names(keys)[1::-1]
 
 
+def test_what_lies_above_a_pinned_block_stays():
+    keys, side, index = chain(5), bare(2, start=1), make()
+    side["parent"] = keys["key"][1:3]
+    index.insert(places(keys)), index.insert(places(side, first_slot=6))
+    index.pin(keys[3:4], 1)
+    assert sorted(evicted(index, 9)) == sorted(names(keys[4:]) + names(side))
+    assert index.match(keys) == 4 and evicted(index, 9) == []
+    index.pin(keys[3:4], -1)
+    assert evicted(index, 9) == names(keys)[3::-1]
+
+
+def test_keys_that_are_their_own_ancestors_end_no_walk():
+    ring, index = bare(3, start=1), make()
+    ring["parent"] = np.roll(ring["key"], 1, axis=0)
+    index.insert(places(ring))
+    assert len(evicted(index, 1)) == 1
+    index.insert(places(ring)), index.pin(ring[:1], 1)
+    assert evicted(index, 9) == []
+    index.pin(ring, -1)
+    assert len(evicted(index, 9)) == 3
+
+
 def test_pin_counts_the_prefix_and_treats_all():
     keys, index = chain(5), make()
     index.insert(places(keys)[[0, 1, 3]])

@@ -106,16 +106,32 @@ class Model:
     def pinned(self, place):
         return self.pins.get(self.places[place][1], 0) > 0
 
+    def pinned_below(self, place):
+        todo, seen = [self.places[place][1]], set()
+        while todo:
+            above = todo.pop()
+            for below, (_, key, parent) in self.places.items():
+                if parent == above and key not in seen:
+                    if self.pinned(below):
+                        return True
+                    seen.add(key)
+                    todo.append(key)
+        return False
+
     def check_eviction(self, count, out):
         for i in range(count):
             free = [place for place in self.lru if not self.pinned(place)]
             orphans = [place for place in free if self.is_orphan(place)]
             leaves = [place for place in free if self.is_leaf(place)]
+            inner = [place for place in free if not self.pinned_below(place)]
             if i == len(out):
-                assert not free
+                assert not orphans and not leaves and not inner
                 return
             taken = int(out[i]["segment"]), int(out[i]["slot"])
-            assert taken in (orphans or leaves[:1] or free[:1])
+            # Of a key that stands below several parents the index looks at one.
+            coldest = free[:free.index(inner[0]) + 1] if inner else free
+            assert taken in (orphans or leaves[:1] or coldest)
+            assert out[i]["status"] == bool(orphans)
             assert (int(out[i]["generation"]), out[i]["key"].tobytes(),
                     out[i]["parent"].tobytes()) == self.places[taken]
             self.remove(taken)
