@@ -7,7 +7,7 @@
 #include "trie_internal.h"
 
 #define PIECE 4096u			/* blocks for which memory is reserved at once */
-#define AHEAD 8u
+#define AHEAD 16u			/* blocks whose lines are fetched before their turn */
 
 bool kvio_is_root(const uint8_t key[16])
 {
@@ -43,7 +43,7 @@ void kvio_index_free(struct kvio_index *index)
 	if (!index)
 		return;
 	for (uint32_t i = 0; i < index->num_chunks; i++)
-		trie_unmap(index->chunks[i], (uint64_t)CHUNK_ROWS * sizeof(struct row));
+		trie_unmap(index->chunks[i], sizeof(struct chunk));
 	if (index->buckets)
 		trie_unmap(index->buckets, (index->bucket_mask + 1) * sizeof(*index->buckets));
 	for (uint32_t i = 0; i < index->num_segments; i++)
@@ -136,7 +136,7 @@ static void unlink_place(struct kvio_index *index, uint32_t id)
 		trie_lru_unlink(index, id);
 		index->stats.own_places--;
 	}
-	row->flags &= ROW_COPY;
+	row->flags &= ROW_KEYS;
 }
 
 /* Takes the next place of a key out of its chain: an own one if there is one. */
@@ -173,8 +173,9 @@ void trie_remove_place(struct kvio_index *index, uint32_t id)
 		trie_free_row(index, copy);
 	} else {
 		index->stats.blocks--;
-		index->stats.pinned -= row->pins != 0;
-		row->pins = 0;
+		index->stats.pinned -= row->flags & ROW_PINNED ? 1 : 0;
+		side_of(index, id)->pins = 0;
+		row->flags = 0;
 		if (row->child) {
 			row->flags = ROW_GHOST;
 			index->stats.ghosts++;
@@ -254,7 +255,7 @@ static int add_place(struct kvio_index *index, const struct kvio_block_io *block
 	row->slot = block->slot;
 	row->crc = block->crc;
 	row->tokens = block->tokens >> TOKENS_BITS ? (1u << TOKENS_BITS) - 1 : block->tokens;
-	row->flags = (row->flags & ROW_COPY) | (segment->own ? ROW_OWN : 0) |
+	row->flags = (row->flags & ROW_KEYS) | (segment->own ? ROW_OWN : 0) |
 		     (block->flags & KVIO_BLOCK_DURABLE ? ROW_DURABLE : 0);
 	segment->rows[block->slot] = id;
 	segment->places++;
@@ -295,6 +296,20 @@ static int check_blocks(const struct kvio_index *index, const struct kvio_block_
 	return 0;
 }
 
+/* A parent that is not the block before: its bucket and its row are misses as well. */
+static void prefetch(const struct kvio_index *index, const struct kvio_block_io *blocks,
+		     uint32_t left)
+{
+	if (left > AHEAD) {
+		trie_prefetch(index, blocks[AHEAD].key);
+		if (memcmp(blocks[AHEAD].parent, blocks[AHEAD - 1].key, 16))
+			trie_prefetch(index, blocks[AHEAD].parent);
+	}
+	if (left > AHEAD / 2 &&
+	    memcmp(blocks[AHEAD / 2].parent, blocks[AHEAD / 2 - 1].key, 16))
+		trie_prefetch_row(index, hash_key(index, blocks[AHEAD / 2].parent));
+}
+
 static int64_t insert(struct kvio_index *index, const struct kvio_block_io *blocks,
 		      uint32_t count)
 {
@@ -311,9 +326,7 @@ static int64_t insert(struct kvio_index *index, const struct kvio_block_io *bloc
 			rc = reserve_places(index, segment, 0);
 		if (rc < 0)
 			break;
-		if (i + AHEAD < count)
-			__builtin_prefetch(bucket_of(index, hash_key(index,
-								     blocks[i + AHEAD].key)));
+		prefetch(index, blocks + i, count - i);
 		if (segment->state == SEGMENT_OPEN)
 			add_place(index, &blocks[i], &fresh);
 	}

@@ -10,14 +10,14 @@ struct taken {
 
 static bool pinned(const struct kvio_index *index, uint32_t id)
 {
-	return row_of(index, trie_head_of(index, id))->pins != 0;
+	return row_of(index, trie_head_of(index, id))->flags & ROW_PINNED;
 }
 
 static bool takeable_leaf(const struct kvio_index *index, uint32_t id)
 {
 	const struct row *head = row_of(index, trie_head_of(index, id));
 
-	return !head->child && !head->pins;
+	return !head->child && !(head->flags & ROW_PINNED);
 }
 
 /* Is anything pinned below this head? Each row has one parent, so that nothing is seen twice; keys
@@ -118,8 +118,10 @@ static uint32_t next_leaf(struct kvio_index *index)
 
 	if (index->rescan)
 		start_over(index);
-	if (index->leaf)
-		return index->leaf;
+	id = index->leaf;
+	index->leaf = NIL;			/* its own parent may take its place */
+	if (id)
+		return id;
 	while ((id = index->cursor) != LRU) {
 		if (takeable_leaf(index, id))
 			return id;

@@ -100,11 +100,13 @@ uint32_t kvio_index_touch(struct kvio_index *index, const struct kvio_key *keys,
 static void pin(struct kvio_index *index, uint32_t id, int by)
 {
 	struct row *row = row_of(index, id);
-	int64_t pins = (int64_t)row->pins + by;
-	bool was = row->pins != 0;
+	struct side *side = side_of(index, id);
+	int64_t pins = (int64_t)side->pins + by;
+	bool was = side->pins != 0;
 
-	row->pins = pins < 0 ? 0 : pins > UINT32_MAX ? UINT32_MAX : (uint32_t)pins;
-	index->stats.pinned += (row->pins != 0) - was;
+	side->pins = pins < 0 ? 0 : pins > UINT32_MAX ? UINT32_MAX : (uint32_t)pins;
+	row->flags = (row->flags & ~ROW_PINNED) | (side->pins ? ROW_PINNED : 0);
+	index->stats.pinned += (side->pins != 0) - was;
 	if (was)
 		trie_maybe_leaf(index, id);
 }
@@ -133,8 +135,9 @@ void kvio_index_get_stats(struct kvio_index *index, struct kvio_index_stats *out
 {
 	pthread_mutex_lock(&index->lock);
 	*out = index->stats;
-	out->memory_bytes = sizeof(*index) + (uint64_t)index->next_row * sizeof(struct row) +
+	out->memory_bytes = sizeof(*index) + index->slot_bytes +
+			    index->next_row * (sizeof(struct row) + sizeof(struct side)) +
 			    (index->bucket_mask + 1) * sizeof(struct bucket) +
-			    index->num_segments * sizeof(struct segment) + index->slot_bytes;
+			    index->num_segments * sizeof(struct segment);
 	pthread_mutex_unlock(&index->lock);
 }

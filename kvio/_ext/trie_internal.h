@@ -2,17 +2,18 @@
 #ifndef KVIO_TRIE_INTERNAL_H
 #define KVIO_TRIE_INTERNAL_H
 /*
- * The index's memory. A row (72 bytes) is a place of a key, or a ghost; a row id never changes
- * meaning while the row lives. A key's first row, its *head*, is what the hash table knows: it
- * also carries what belongs to the key (children, pins, copies). Where a head loses its place
- * while copies are left, one of them moves into the head, so that children never change parents.
+ * The index's memory. A row is a place of a key, or a ghost; its id never changes meaning while it
+ * lives. It is a cache line, which is all that a look-up at random touches, and 8 bytes aside.
+ * A key's first row, its *head*, is what the hash table knows: it also carries what belongs to the
+ * key (children, pins, copies). Where a head loses its place while copies are left, one of them
+ * moves into the head, so that children never change parents.
  */
 #include <pthread.h>
 #include <string.h>
 
 #include "kvio/index.h"
 
-#define CHUNK_BITS 18			/* rows: 9 huge pages */
+#define CHUNK_BITS 18			/* rows: 9 huge pages a chunk */
 #define CHUNK_ROWS (1u << CHUNK_BITS)
 #define MAX_CHUNKS (1u << (32 - CHUNK_BITS))
 #define HUGE_PAGE (2u << 20)
@@ -27,7 +28,9 @@ enum row_flags {
 	ROW_DURABLE = 8,
 	ROW_BEHIND = 16,		/* colder than `cursor`, and was no leaf or pinned */
 	ROW_FREE = 32,
+	ROW_PINNED = 64,		/* head: `pins` of its side is not 0 */
 };
+#define ROW_KEYS (ROW_COPY | ROW_PINNED)	/* of the key and its row, not of the place */
 #define TOKENS_BITS 24
 
 struct row {
@@ -40,12 +43,20 @@ struct row {
 	uint32_t flags : 32 - TOKENS_BITS;
 	uint32_t copy;			/* next place of the same key; next free row */
 	uint32_t parent;		/* head or ghost; NIL for a ghost */
-	uint32_t sibling_prev, sibling_next;	/* circular; own places before foreign ones */
+	uint32_t sibling_next;		/* circular; own places before foreign ones */
 	uint32_t child;			/* first place whose parent this key is */
 	uint32_t colder, hotter;	/* own places: LRU; ghosts with own children: GHOSTS */
+};
+struct side {
+	uint32_t sibling_prev;
 	uint32_t pins;
 };
-_Static_assert(sizeof(struct row) == 72, "100 bytes a block with all that goes with it");
+struct chunk {
+	struct row rows[CHUNK_ROWS];
+	struct side sides[CHUNK_ROWS];
+};
+_Static_assert(sizeof(struct row) == 64, "one cache line");
+_Static_assert(sizeof(struct chunk) % HUGE_PAGE == 0, "nothing of a huge page is left over");
 
 /* A cache line: tags (0: free) are compared before any row is looked at. */
 #define BUCKET_ROWS 12
@@ -70,7 +81,7 @@ struct segment {
 struct kvio_index {
 	pthread_mutex_t lock;
 	uint64_t seed[2];
-	struct row *chunks[MAX_CHUNKS];
+	struct chunk *chunks[MAX_CHUNKS];
 	uint32_t num_chunks;
 	uint32_t next_row;		/* never used before; FIRST_ROW first */
 	uint32_t free_row;		/* list through `copy` */
@@ -90,7 +101,12 @@ struct kvio_index {
 
 static inline struct row *row_of(const struct kvio_index *index, uint32_t id)
 {
-	return &index->chunks[id >> CHUNK_BITS][id & (CHUNK_ROWS - 1)];
+	return &index->chunks[id >> CHUNK_BITS]->rows[id & (CHUNK_ROWS - 1)];
+}
+
+static inline struct side *side_of(const struct kvio_index *index, uint32_t id)
+{
+	return &index->chunks[id >> CHUNK_BITS]->sides[id & (CHUNK_ROWS - 1)];
 }
 
 /* All 16 bytes, since keys that users make up may differ in any of them. */
@@ -124,7 +140,13 @@ uint32_t trie_new_row(struct kvio_index *index, const uint8_t *key);
 void trie_free_row(struct kvio_index *index, uint32_t id);
 /* Head or ghost of a key, or NIL. */
 uint32_t trie_lookup(const struct kvio_index *index, const uint8_t *key, uint64_t hash);
-/* The same for up to TRIE_BATCH keys at once, whose lines are fetched together. */
+/* Fetches the line of a key's bucket; of the row that it seems to lead to. */
+static inline void trie_prefetch(const struct kvio_index *index, const uint8_t *key)
+{
+	__builtin_prefetch(bucket_of(index, hash_key(index, key)));
+}
+uint32_t trie_prefetch_row(const struct kvio_index *index, uint64_t hash);
+/* trie_lookup() of up to TRIE_BATCH keys at once, whose lines are fetched together. */
 #define TRIE_BATCH 64u
 void trie_lookup_batch(const struct kvio_index *index, const struct kvio_key *keys,
 		       uint32_t count, uint32_t *out);

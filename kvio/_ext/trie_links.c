@@ -65,17 +65,18 @@ static bool has_orphans(const struct kvio_index *index, uint32_t id)
 
 void trie_child_link(struct kvio_index *index, uint32_t id)
 {
-	struct row *row = row_of(index, id), *parent = row_of(index, row->parent), *first;
+	struct row *row = row_of(index, id), *parent = row_of(index, row->parent);
+	struct side *first;
 	bool listed = has_orphans(index, row->parent);
 
 	if (parent->child) {
-		first = row_of(index, parent->child);
+		first = side_of(index, parent->child);
 		row->sibling_next = parent->child;
-		row->sibling_prev = first->sibling_prev;
+		side_of(index, id)->sibling_prev = first->sibling_prev;
 		row_of(index, first->sibling_prev)->sibling_next = id;
 		first->sibling_prev = id;
 	} else {
-		row->sibling_next = row->sibling_prev = id;
+		row->sibling_next = side_of(index, id)->sibling_prev = id;
 	}
 	if (is_own(row) || !parent->child)
 		parent->child = id;
@@ -89,18 +90,18 @@ void trie_child_link(struct kvio_index *index, uint32_t id)
 void trie_child_unlink(struct kvio_index *index, uint32_t id)
 {
 	struct row *row = row_of(index, id), *parent = row_of(index, row->parent);
-	uint32_t parent_id = row->parent;
+	uint32_t parent_id = row->parent, before = side_of(index, id)->sibling_prev;
 	bool listed = has_orphans(index, parent_id);
 
 	if (row->sibling_next == id) {
 		parent->child = NIL;
 	} else {
-		row_of(index, row->sibling_prev)->sibling_next = row->sibling_next;
-		row_of(index, row->sibling_next)->sibling_prev = row->sibling_prev;
+		row_of(index, before)->sibling_next = row->sibling_next;
+		side_of(index, row->sibling_next)->sibling_prev = before;
 		if (parent->child == id)
 			parent->child = row->sibling_next;
 	}
-	row->parent = row->sibling_prev = row->sibling_next = NIL;
+	row->parent = row->sibling_next = NIL;
 	if (listed) {
 		index->stats.orphans -= is_own(row);
 		if (!has_orphans(index, parent_id))
@@ -153,7 +154,7 @@ void trie_maybe_leaf(struct kvio_index *index, uint32_t head)
 {
 	const struct row *row = row_of(index, head);
 
-	if (row->flags & ROW_GHOST || row->child || row->pins)
+	if (row->flags & (ROW_GHOST | ROW_PINNED) || row->child)
 		return;
 	for (uint32_t id = head; id; id = row_of(index, id)->copy) {
 		if (!(row_of(index, id)->flags & ROW_BEHIND))
@@ -170,28 +171,30 @@ void trie_maybe_leaf(struct kvio_index *index, uint32_t head)
 void trie_move_place(struct kvio_index *index, uint32_t from, uint32_t to)
 {
 	struct row *source = row_of(index, from), *target = row_of(index, to), *parent;
+	uint32_t before;
 
 	target->generation = source->generation;
 	target->segment = source->segment;
 	target->slot = source->slot;
 	target->crc = source->crc;
 	target->tokens = source->tokens;
-	target->flags = (target->flags & ROW_COPY) | (source->flags & ~ROW_COPY);
+	target->flags = (target->flags & ROW_KEYS) | (source->flags & ~ROW_KEYS);
 	index->segments[source->segment].rows[source->slot] = to;
 
 	parent = row_of(index, source->parent);
 	target->parent = source->parent;
-	if (source->sibling_next == from) {
-		target->sibling_next = target->sibling_prev = to;
+	before = side_of(index, from)->sibling_prev;
+	if (before == from) {
+		target->sibling_next = side_of(index, to)->sibling_prev = to;
 	} else {
 		target->sibling_next = source->sibling_next;
-		target->sibling_prev = source->sibling_prev;
-		row_of(index, source->sibling_next)->sibling_prev = to;
-		row_of(index, source->sibling_prev)->sibling_next = to;
+		side_of(index, to)->sibling_prev = before;
+		side_of(index, source->sibling_next)->sibling_prev = to;
+		row_of(index, before)->sibling_next = to;
 	}
 	if (parent->child == from)
 		parent->child = to;
-	source->parent = source->sibling_next = source->sibling_prev = NIL;
+	source->parent = source->sibling_next = NIL;
 
 	if (is_own(source)) {
 		target->colder = source->colder;
@@ -203,5 +206,5 @@ void trie_move_place(struct kvio_index *index, uint32_t from, uint32_t to)
 		index->anchor = index->anchor == from ? to : index->anchor;
 		index->leaf = index->leaf == from ? to : index->leaf;
 	}
-	source->flags &= ROW_COPY;
+	source->flags &= ROW_KEYS;
 }

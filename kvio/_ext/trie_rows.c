@@ -2,12 +2,12 @@
 /* Rows of the index and the hash table that finds them. */
 #include <errno.h>
 #include <sys/mman.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #include "trie_internal.h"
 
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "lowest byte first in tag_matches()");
-
-#define CHUNK_BYTES ((uint64_t)CHUNK_ROWS * sizeof(struct row))
 #define MAX_LOAD 85u			/* per cent; at 10 M keys the table is 76 % full */
 #define FIRST_BUCKETS 64u
 #define OVERFLOW_STAYS 255
@@ -51,6 +51,7 @@ uint32_t trie_new_row(struct kvio_index *index, const uint8_t *key)
 		index->free_row = row->copy;
 		index->num_free--;
 		memset(row, 0, sizeof(*row));
+		*side_of(index, id) = (struct side) { 0 };
 	} else {
 		id = index->next_row++;
 		row = row_of(index, id);
@@ -76,37 +77,25 @@ static uint8_t tag_of(uint64_t hash)
 	return 1 + (uint8_t)((hash >> 56) % 255);
 }
 
-/* Bit 8 * i + 7 for each i where tags[i] may be `tag`; the lowest one is right. */
-static uint64_t tag_matches(const uint8_t *tags, uint8_t tag)
+/* Bit i: tags[i] is `tag`. Without branches, which a random tag would mislead. */
+static uint32_t tag_matches(const struct bucket *bucket, uint8_t tag)
 {
-	uint64_t word;
+	uint32_t matches = 0;
 
-	memcpy(&word, tags, 8);
-	word ^= 0x0101010101010101ull * tag;
-	return (word - 0x0101010101010101ull) & ~word & 0x8080808080808080ull;
+#ifdef __SSE2__
+	__m128i tags = _mm_load_si128((const __m128i *)bucket->tags);
+
+	matches = (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(tags, _mm_set1_epi8((char)tag)));
+#else
+	for (uint32_t i = 0; i < BUCKET_ROWS; i++)
+		matches |= (uint32_t)(bucket->tags[i] == tag) << i;
+#endif
+	return matches & ((1u << BUCKET_ROWS) - 1);
 }
 
-/* The candidate from `start` on, or BUCKET_ROWS. */
-static uint32_t next_match(const struct bucket *bucket, uint8_t tag, uint32_t start)
+static bool same_key(const uint8_t *a, const uint8_t *b)
 {
-	uint8_t tail[8] = { 0 };
-	uint64_t matches;
-
-	if (start < 8) {
-		matches = tag_matches(bucket->tags, tag) & ~0ull << 8 * start;
-		for (; matches; matches &= matches - 1)
-			if (bucket->tags[__builtin_ctzll(matches) / 8] == tag)
-				return __builtin_ctzll(matches) / 8;
-		start = 8;
-	}
-	if (tag == 0)				/* `tail` is padded with it */
-		memset(tail, 1, 8);
-	memcpy(tail, bucket->tags + 8, BUCKET_ROWS - 8);
-	matches = tag_matches(tail, tag) & ~0ull << 8 * (start - 8);
-	for (; matches; matches &= matches - 1)
-		if (tail[__builtin_ctzll(matches) / 8] == tag)
-			return 8 + __builtin_ctzll(matches) / 8;
-	return BUCKET_ROWS;
+	return !memcmp(a, b, 16);
 }
 
 uint32_t trie_lookup(const struct kvio_index *index, const uint8_t *key, uint64_t hash)
@@ -115,15 +104,28 @@ uint32_t trie_lookup(const struct kvio_index *index, const uint8_t *key, uint64_
 
 	for (;; hash++) {
 		const struct bucket *bucket = bucket_of(index, hash);
-		uint32_t at = next_match(bucket, tag, 0);
+		uint32_t matches = tag_matches(bucket, tag);
 
-		for (; at < BUCKET_ROWS; at = at + 1 < BUCKET_ROWS ?
-				next_match(bucket, tag, at + 1) : BUCKET_ROWS)
-			if (!memcmp(row_of(index, bucket->rows[at])->key, key, 16))
-				return bucket->rows[at];
+		for (; matches; matches &= matches - 1) {
+			uint32_t id = bucket->rows[__builtin_ctz(matches)];
+
+			if (same_key(row_of(index, id)->key, key))
+				return id;
+		}
 		if (!bucket->overflow)
 			return NIL;
 	}
+}
+
+/* The first row whose tag fits, or NIL; its line is on its way. */
+uint32_t trie_prefetch_row(const struct kvio_index *index, uint64_t hash)
+{
+	const struct bucket *bucket = bucket_of(index, hash);
+	uint32_t matches = tag_matches(bucket, tag_of(hash));
+	uint32_t id = matches ? bucket->rows[__builtin_ctz(matches)] : NIL;
+
+	__builtin_prefetch(row_of(index, id));
+	return id;
 }
 
 /* Two rounds of misses for the whole batch instead of two for each key. */
@@ -136,15 +138,11 @@ void trie_lookup_batch(const struct kvio_index *index, const struct kvio_key *ke
 		hashes[i] = hash_key(index, keys[i].key);
 		__builtin_prefetch(bucket_of(index, hashes[i]));
 	}
-	for (uint32_t i = 0; i < count; i++) {
-		const struct bucket *bucket = bucket_of(index, hashes[i]);
-		uint32_t at = next_match(bucket, tag_of(hashes[i]), 0);
-
-		if (at < BUCKET_ROWS)
-			__builtin_prefetch(row_of(index, bucket->rows[at]));
-	}
 	for (uint32_t i = 0; i < count; i++)
-		out[i] = trie_lookup(index, keys[i].key, hashes[i]);
+		out[i] = trie_prefetch_row(index, hashes[i]);
+	for (uint32_t i = 0; i < count; i++)
+		if (!out[i] || !same_key(row_of(index, out[i])->key, keys[i].key))
+			out[i] = trie_lookup(index, keys[i].key, hashes[i]);
 }
 
 static void enter_hashed(struct kvio_index *index, uint32_t id, uint64_t hash)
@@ -153,11 +151,11 @@ static void enter_hashed(struct kvio_index *index, uint32_t id, uint64_t hash)
 
 	for (;; hash++) {
 		struct bucket *bucket = bucket_of(index, hash);
-		uint32_t at = next_match(bucket, 0, 0);
+		uint32_t free = tag_matches(bucket, 0);
 
-		if (at < BUCKET_ROWS) {
-			bucket->tags[at] = tag;
-			bucket->rows[at] = id;
+		if (free) {
+			bucket->tags[__builtin_ctz(free)] = tag;
+			bucket->rows[__builtin_ctz(free)] = id;
 			return;
 		}
 		if (bucket->overflow != OVERFLOW_STAYS)
@@ -231,7 +229,7 @@ int trie_reserve(struct kvio_index *index, uint32_t count)
 	       (uint64_t)index->next_row + count) {
 		if (index->num_chunks == MAX_CHUNKS)
 			return -ENOMEM;
-		index->chunks[index->num_chunks] = trie_map(CHUNK_BYTES);
+		index->chunks[index->num_chunks] = trie_map(sizeof(struct chunk));
 		if (!index->chunks[index->num_chunks])
 			return -ENOMEM;
 		index->num_chunks++;

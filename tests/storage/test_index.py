@@ -1,6 +1,7 @@
 """What include/kvio/index.h promises, sentence by sentence."""
 import errno
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -310,6 +311,22 @@ def test_a_parent_that_was_passed_over_is_next_once_it_is_a_leaf():
     for i in (4, 3):
         remove(index, places(keys)[i])
     assert evicted(index, 9) == names(keys)[2::-1] + names(hot)[::-1]
+
+
+def test_chains_whose_parents_are_colder_are_evicted_in_linear_time():
+    """Level after level was written, so a scan passes over all parents once, not once a block."""
+    levels, wide, index = 400, 500, make(slots=200_000)
+    keys = np.zeros(levels * wide, KEY_DTYPE)
+    keys["key"] = np.random.default_rng(3).integers(0, 256, (len(keys), 16), np.uint8)
+    keys["parent"][wide:] = keys["key"][:-wide]
+    for level in range(levels):
+        index.insert(places(keys[level * wide:][:wide], first_slot=level * wide))
+    started = time.monotonic()
+    taken = np.concatenate([index.evict(wide * levels // 64) for _ in range(65)])
+    assert time.monotonic() - started < 20 and len(index) == 0
+    slots = taken["slot"].reshape(wide, levels)             # each chain from its end to its start
+    assert (slots // wide == np.arange(levels)[::-1]).all()
+    assert (slots % wide == np.arange(wide)[::-1, None]).all()
 
 
 def test_pinned_blocks_stay():
