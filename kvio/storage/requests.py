@@ -41,7 +41,7 @@ class Requests:
             ring.store._check_open()
             self.harvest()
             blocks = self._index.find(keys, _now_s())
-        self.watch.note_reads(blocks[blocks["status"] == -errno.EINPROGRESS])
+        self.watch.note_reads(blocks)
         return self._submit(ring, False, blocks, pool, ids, self._read_drained, _usable_prefix)
 
     def write(self, ring, keys, pool, block_ids):
