@@ -332,6 +332,10 @@ void kvio_store_stop(struct kvio_store *store)
 	for (uint32_t i = 0; i < atomic_load(&store->num_segments); i++) {
 		struct kvio_segment *segment = segment_at(store, i);
 
+		/* No ring is left, but another thread may be in a sync. */
+		atomic_store(&segment->retired, true);
+		while (atomic_load(&segment->holds))
+			usleep(1000);
 		if (segment->fd >= 0)
 			close(segment->fd);
 		segment->fd = -1;

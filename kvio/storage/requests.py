@@ -43,7 +43,7 @@ class Requests:
             self.harvest()
             found_ns = time.monotonic_ns()
             blocks = self._index.find(keys, now_s())
-        self.watch.note_reads(blocks[blocks["status"] == -errno.EINPROGRESS])
+        self.watch.note_reads(blocks)
         return self._submit(ring, False, blocks, pool, ids, self._read_drained, _usable_prefix,
                             found_ns)
 

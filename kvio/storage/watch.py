@@ -157,7 +157,8 @@ class Watch:
             if path is None or os.path.exists(path):    # closing; or this file system counts oddly
                 continue
             self._files.retire(number)
-            self._writer.lose(number)
+            if not self._writer.lose(number):           # another thread's refresh() was faster
+                continue
             self._index.drop_segment(number)
             self._counts["zombie_segments"] += 1
             self._retired = True
@@ -382,9 +383,10 @@ class Watch:
     # ---- touches ----
 
     def note_reads(self, blocks) -> None:
-        """Blocks (rows of BLOCK_IO) that are being read: owners of foreign ones will be told."""
+        """Places (rows of BLOCK_IO) that are being read: owners of foreign ones will be told."""
         if self._names:
-            self._touches.note(blocks["key"][self._foreign[blocks["segment"]]], time.monotonic())
+            found = blocks[blocks["status"] == -errno.EINPROGRESS]
+            self._touches.note(found["key"][self._foreign[found["segment"]]], time.monotonic())
 
     def merge_touches(self) -> int:
         """What others have read lately counts as used here; how many own places were touched."""

@@ -324,14 +324,15 @@ class Writer:
             segment = self._by_number.get(number)
             return segment and segment.path
 
-    def lose(self, number: int) -> None:
-        """The file of this segment is gone: it is not written any more."""
+    def lose(self, number: int) -> bool:
+        """The file of this segment is gone: it is not written any more. False if that is known."""
         with self._lock:
             segment = self._by_number.pop(number, None)
             if segment is not None:
                 self.segments.remove(segment)
                 self.slots_used -= segment.slots.num_flying + segment.slots.num_valid
                 self.span -= segment.slots.next
+            return segment is not None
 
     def finish(self) -> None:
         """All I/O has ended: give back the space that was reserved and not used."""
