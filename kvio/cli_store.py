@@ -121,8 +121,10 @@ def _ls(arguments) -> int:
             print("\n".join(f"{name.replace('_', ' '):<16}{value}"
                             for name, value in found.items()))
         return 0
-    line = ('{{"key": "{}", "parent": "{}", "tokens": {}, "writer": "{}", "n": {}, "slot": {}, '
-            '"generation": {}, "durable": {}}}\n') if arguments.json else "{} {} {} {} {} {} {} {}\n"
+    line = "{} {} {} {} {} {} {} {}\n"
+    if arguments.json:
+        line = ('{{"key": "{}", "parent": "{}", "tokens": {}, "writer": "{}", "n": {}, "slot": {}, '
+                '"generation": {}, "durable": {}}}\n')
     words = ("false", "true") if arguments.json else ("visible", "durable")
     found = admin.list_blocks(arguments.dir)
     if not arguments.json:
