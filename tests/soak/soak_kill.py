@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import sys
@@ -27,7 +28,7 @@ sys.path[:0] = [os.path.dirname(os.path.dirname(HERE)), HERE,
                 os.path.join(os.path.dirname(HERE), "storage")]
 
 from blocks import Blocks, chain, open_store, readable                      # noqa: E402
-from build import build_hash                                                # noqa: E402
+from build_hash import build_hash                                           # noqa: E402
 from kvio._ext import ring as _ring                                         # noqa: E402
 from kvio.errors import TransferError                                       # noqa: E402
 from kvio.storage import BlockStore, admin                                  # noqa: E402
@@ -97,6 +98,8 @@ def writer(path, plan, say):
                 if not EVICTS:
                     raise
                 continue
+            if plan["sync"]:
+                store.sync()
             if not EVICTS or store.pin(keys) == len(keys):
                 kept.append((number, keys))
                 say("stored", number, len(keys))
@@ -170,20 +173,34 @@ def read_all(fd):
 def plan_of(rng, backends):
     return {"seed": rng.getrandbits(40), "backend": rng.choice(backends),
             "durability": rng.choice(["visible", "visible", "durable"]),
-            "die_at_call": rng.random() < 0.3, "short_writes": rng.random() < 0.3,
+            "sync": False, "die_at_call": rng.random() < 0.3, "short_writes": rng.random() < 0.3,
             "leave_after_s": rng.choice([60, 60, 60, rng.uniform(0, 0.3)]),
+            "once_open": rng.random() < 0.7,        # the delay counts from then on
             "delay_s": rng.choice([rng.uniform(0, 0.03), rng.uniform(0, 0.4)])}
+
+
+def kill_all(children, plans):
+    """Each at its time."""
+    start = {pid: None if plan["once_open"] else time.monotonic()
+             for (pid, _), plan in zip(children, plans)}
+    waiting = list(zip(children, plans))
+    until = time.monotonic() + 30
+    while waiting:
+        for (pid, fd), plan in list(waiting):
+            if start[pid] is None and select.select([fd], [], [], 0)[0]:     # it said something,
+                start[pid] = time.monotonic()                               # or is dead
+            if time.monotonic() > (until if start[pid] is None else start[pid] + plan["delay_s"]):
+                os.kill(pid, signal.SIGKILL)
+                waiting.remove(((pid, fd), plan))
+        time.sleep(0.0005)
 
 
 def kill_round(path, rng, backends):
     """Returns (chains that must be there, all chains that were begun, figures)."""
     plans = [plan_of(rng, backends) for _ in range(rng.randrange(1, 4))]
     children = [forked(lambda say, plan=plan: writer(path, plan, say)) for plan in plans]
-    began = time.monotonic()
     required, ever, counts = {}, {}, {"killed": 0, "left": 0, "opened": 0}
-    for (pid, fd), plan in sorted(zip(children, plans), key=lambda pair: pair[1]["delay_s"]):
-        time.sleep(max(0, began + plan["delay_s"] - time.monotonic()))
-        os.kill(pid, signal.SIGKILL)
+    kill_all(children, plans)
     for (pid, fd), plan in zip(children, plans):
         status = os.waitpid(pid, 0)[1]
         lines = read_all(fd)
