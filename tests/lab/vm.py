@@ -202,18 +202,28 @@ class Guest:
         self.process = subprocess.Popen(
             arguments, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
             preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL))      # dies with us
-        self._socket, self._rest = socket.socket(socket.AF_UNIX), b""
-        until = time.monotonic() + 30
+        self._socket, self._rest = None, b""
+        try:
+            self._socket = self._connect(line)
+            if state:
+                self._wait_running()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _connect(self, path):
+        """QEMU makes its sockets one after the other."""
+        until = time.monotonic() + 60
         while True:
+            one = socket.socket(socket.AF_UNIX)
             try:
-                self._socket.connect(line)
-                break
+                one.connect(path)
+                return one
             except OSError:
+                one.close()
                 if self.process.poll() is not None or time.monotonic() > until:
                     raise LabMissing("QEMU did not start: " + self.problem()) from None
                 time.sleep(0.01)
-        if state:
-            self._wait_running()
 
     def line(self, timeout_s: float) -> str | None:
         """The next line; None if there is none in time, EOFError when the guest has ended."""
@@ -240,8 +250,7 @@ class Guest:
     @contextlib.contextmanager
     def _commands(self):
         """A function that sends QEMU a command and returns its answer."""
-        with socket.socket(socket.AF_UNIX) as control:
-            control.connect(self._control)
+        with self._connect(self._control) as control:
             control.settimeout(120)
             with control.makefile("rw") as lines:
                 def command(name, **arguments):

@@ -103,6 +103,8 @@ class Round:
         self.guest.tell(json.dumps(order))
         early = self.rng.random() < 0.15                # already while it mounts and checks
         stop = int(2 ** self.rng.uniform(0, 6 if early else 9.5))
+        if not early and self.rng.random() < 0.5:
+            stop = self.rng.randrange(1, 400)
         until = time.monotonic() + 300
         while not self.disk.stopped.is_set():
             try:
