@@ -2,7 +2,7 @@
 
 A write that was answered is in the cache; only FLUSH (or FUA, for one write) moves it to the
 medium. `cut` loses the cache, but for what the disk happened to have written already: any subset
-of the unflushed writes, in any order, whole or sector by sector. Protocol: fixed newstyle, one
+of the unflushed writes, in any order, whole or in pieces. Protocol: fixed newstyle, one
 connection at a time, https://github.com/NetworkBlockDevice/nbd/blob/master/doc/proto.md
 """
 import os
@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 
-SECTOR = 512
+SECTOR, BLOCK = 512, 4096
 _OPTION_MAGIC, _OPTION_REPLY = 0x49484156454F5054, 0x3E889045565A9
 _REQUEST, _REPLY = 0x25609513, 0x67446698
 _EXPORT_NAME, _ABORT, _INFO, _GO = 1, 2, 6, 7
@@ -21,9 +21,11 @@ _FLAGS = 1 | 4 | 8              # has flags, takes FLUSH, takes FUA
 
 
 class Disk:
-    """The disk. `medium` is what survives a cut; `cache` what its user sees."""
+    """The disk. `medium` is what survives a cut; `cache` what its user sees. torn(data) tells which
+    blocks of 4096 bytes a cut may tear into sectors (default: all)."""
 
-    def __init__(self, medium: bytearray):
+    def __init__(self, medium: bytearray, torn=None):
+        self._torn = torn
         self.medium, self.cache = medium, bytearray(medium)
         self.unflushed: list[tuple[int, bytes]] = []        # (offset, data), oldest first
         self.counts = {"reads": 0, "writes": 0, "flushes": 0}
@@ -74,7 +76,7 @@ class Disk:
 
     def cut(self, rng, how: str) -> int:
         """Power has been lost; how: "none" of the unflushed writes had reached the medium, "all",
-        some "writes", or some "sectors" of them. Returns how many writes were unflushed."""
+        some "writes", or some "pieces" of them. Returns how many writes were unflushed."""
         with self._lock:
             self.stopped.set()
             count, keep = len(self.unflushed), rng.random()
@@ -84,12 +86,22 @@ class Disk:
             for offset, data in writes:
                 if how == "writes" and rng.random() >= keep:
                     continue
-                for at in range(0, len(data), SECTOR):
-                    if how != "sectors" or rng.random() < keep:
-                        piece = data[at:at + SECTOR]
-                        self.medium[offset + at:offset + at + len(piece)] = piece
+                for at, piece in self._pieces(offset, data):
+                    if how != "pieces" or rng.random() < keep:
+                        self.medium[at:at + len(piece)] = piece
             self.unflushed, self.cache = [], bytearray(self.medium)
             return count
+
+
+    def _pieces(self, offset, data):
+        """A write as what may be on the medium independently: (offset, data)."""
+        at = 0
+        while at < len(data):
+            block = data[at:at + BLOCK - (offset + at) % BLOCK]
+            size = SECTOR if self._torn is None or self._torn(block) else BLOCK
+            for piece in range(0, len(block), size):
+                yield offset + at + piece, block[piece:piece + size]
+            at += len(block)
 
 
 def _without(write, start, end):

@@ -10,7 +10,7 @@ def sector(letter):
     return letter * SECTOR
 
 
-@pytest.mark.parametrize("how", ["none", "all", "writes", "sectors"])
+@pytest.mark.parametrize("how", ["none", "all", "writes", "pieces"])
 def test_flushed_data_survive_and_reads_see_the_cache(how):
     for seed in range(50):
         rng, disk = random.Random(seed), Disk(bytearray(16 * SECTOR))
@@ -34,7 +34,7 @@ def test_unflushed_writes_are_lost_reordered_and_torn():
         disk = Disk(bytearray(2 * SECTOR))
         disk.write(0, sector(b"1") * 2, False)
         disk.write(0, sector(b"2") * 2, False)
-        disk.cut(random.Random(seed), random.Random(seed).choice(["writes", "sectors"]))
+        disk.cut(random.Random(seed), random.Random(seed).choice(["writes", "pieces"]))
         outcomes.add((disk.medium[0], disk.medium[SECTOR]))
     assert outcomes == {(a, b) for a in b"\x0012" for b in b"\x0012"}
 
@@ -44,13 +44,26 @@ def test_fua_survives_what_was_written_there_before():
         disk = Disk(bytearray(8 * SECTOR))
         disk.write(0, sector(b"x") * 8, False)
         disk.write(2 * SECTOR, sector(b"y") * 2, True)
-        disk.cut(random.Random(seed), "sectors")
+        disk.cut(random.Random(seed), "pieces")
         assert disk.medium[2 * SECTOR:4 * SECTOR] == sector(b"y") * 2
         disk = Disk(bytearray(8 * SECTOR))
         disk.write(0, sector(b"x") * 8, False)
         disk.write(2 * SECTOR, sector(b"y") * 2, True)
         disk.cut(random.Random(seed), "all")
         assert bytes(disk.medium) == sector(b"x") * 2 + sector(b"y") * 2 + sector(b"x") * 4
+
+
+def test_some_blocks_are_never_torn():
+    whole, torn = b"w" * 4096, b"t" * 4096
+    outcomes = set()
+    for seed in range(100):
+        disk = Disk(bytearray(4 * 4096), lambda block: block[:1] == b"t")
+        disk.write(1024, whole[:3072] + torn + whole, False)
+        disk.cut(random.Random(seed), "pieces")
+        for at, nbytes in ((1024, 3072), (8192, 4096)):
+            assert len(set(disk.medium[at:at + nbytes])) == 1
+        outcomes.add(len(set(disk.medium[4096:8192])))
+    assert outcomes == {1, 2}
 
 
 def test_the_power_goes_off_at_a_request():

@@ -312,6 +312,29 @@ def test_a_store_that_is_being_written_is_clean(tmp_path):
     assert checks > 10 and turns > 40
 
 
+@pytest.mark.parametrize("when", [1, 2])
+def test_a_slot_that_is_given_away_meanwhile_is_no_damage(filled, monkeypatch, when):
+    """Its writer invalidates the header while its payload is read the first, the second time."""
+    path, segment, start = filled
+    at, real, reads = start + 4 * STRIDE, os.preadv, 0
+    edit(segment, at + 9, lambda byte: byte ^ 1)
+
+    def racing(fd, buffers, offset):
+        nonlocal reads
+        if offset <= at < offset + sum(map(len, buffers)) and \
+                os.readlink(f"/proc/self/fd/{fd}") == segment:
+            reads += 1
+            if reads == when:
+                with open(segment, "r+b") as file:
+                    file.seek(8192 + 4 * 128)
+                    file.write(bytes(128))
+        return real(fd, buffers, offset)
+    monkeypatch.setattr(os, "preadv", racing)
+    assert fsck(path).clean and reads == when
+    monkeypatch.setattr(os, "preadv", real)
+    assert fsck(path).clean and right(path, {4})
+
+
 def test_a_read_error_is_named_and_left(filled, monkeypatch):
     path, segment, start = filled
     real = os.preadv
