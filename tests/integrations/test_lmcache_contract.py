@@ -26,7 +26,7 @@ WAYS = {"direct": (SIZE, 0, 0), "apart": (SIZE, 0, 4096), "shifted": (SIZE, 64, 
 def test_chunks_come_back(tmp_path, backend, way):
     nbytes, shift, gap = WAYS[way]
     there, here = Buffers(20, nbytes, shift, gap).fill(), Buffers(20, nbytes, shift, gap)
-    with KvioConnector(tmp_path / "kv", backend=backend, staging_blocks=3) as one:
+    with KvioConnector(tmp_path / "kv", backend=backend, staging_blocks=1) as one:
         keys = names(20)
         assert exists(one, keys) == (True, "", [False] * 20)
         assert put(one, keys, there.views) == (True, "", [True] * 20)
@@ -97,14 +97,18 @@ def test_a_key_twice_in_one_batch(connector, shift):
 
 
 @pytest.mark.parametrize("shift", [0, 64])
-def test_a_key_twice_in_batches_at_once(connector, shift):
-    """Those that wait for memory meet in one transfer."""
-    there = Buffers(8, shift=shift).fill()
-    numbers = [connector.submit_batch_set(names(8), there.views) for _ in range(6)]
-    for number in numbers:
-        assert result(connector, number) == (True, "", [True] * 8)
-    here = Buffers(8)
-    assert get(connector, names(8), here.views)[0] and all(here.holds(i) for i in range(8))
+def test_a_key_twice_in_batches_at_once(tmp_path, shift):
+    """Those that wait for memory meet, and a write takes a key once."""
+    with KvioConnector(tmp_path, chunk_bytes=SIZE, backend="threads") as one:
+        ring, there = shelf_of(one).rings[True]._ring, Buffers(2, shift=shift).fill()
+        ring._pause(True)
+        numbers = [one.submit_batch_set(names(2), there.views) for _ in range(12)]
+        time.sleep(0.1)
+        ring._pause(False)
+        for number in numbers:
+            assert result(one, number) == (True, "", [True] * 2)
+        here = Buffers(2)
+        assert get(one, names(2), here.views)[0] and here.holds(0) and here.holds(1)
 
 
 # ---- sizes ----
