@@ -9,7 +9,9 @@ import errno
 import mmap
 import os
 import threading
+import uuid
 import warnings
+import weakref
 
 import numpy as np
 
@@ -21,6 +23,7 @@ __all__ = ["BlockAllocator", "BlockPool", "LayerPool", "POISON", "Region", "anon
 
 POISON = 0xA5               # fills freed blocks, so that stale bytes cannot pass for KV
 _HUGE = 2 << 20
+_SHM, _SHM_PREFIX = "/dev/shm", "kvio-pool-"
 _F_ADD_SEALS, _MFD_ALLOW_SEALING = 1033, 2
 _SEALS = 0x1 | 0x2 | 0x4 | 0x10     # SEAL, SHRINK, GROW, FUTURE_WRITE
 
@@ -95,6 +98,82 @@ def sealed_memfd(nbytes: int) -> tuple[mmap.mmap, int]:
         os.close(fd)
         raise
     return memory, fd
+
+
+def named_shm(nbytes: int) -> tuple[mmap.mmap, str, int]:
+    """Memory that is a file in /dev/shm, which the daemon of 3FS can map: (memory, path, fd).
+
+    All its pages are taken at once: where /dev/shm fills up later, nobody is killed by SIGBUS. The
+    fd holds a lock for as long as somebody uses the file: what the dead have left goes first.
+    """
+    import fcntl
+    nbytes = -(-nbytes // PAGE) * PAGE
+    _unlink_orphans()
+    while True:
+        path = os.path.join(_SHM, f"{_SHM_PREFIX}{uuid.uuid4().hex}")
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW,
+                         0o600)
+        except OSError as failed:
+            raise MappingFailed(failed.errno, f"cannot make a file in {_SHM}: mount a tmpfs there "
+                                "that you may write") from failed
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:
+                break
+        except BlockingIOError:
+            pass
+        release_shm(path, fd)           # somebody took it for an orphan before it was locked
+    try:
+        _take_pages(fd, nbytes)
+        memory = _mapped(fd, nbytes, mmap.MAP_SHARED)
+        memory.madvise(mmap.MADV_DONTFORK)
+    except BaseException:
+        release_shm(path, fd)
+        raise
+    return memory, path, fd
+
+
+def _take_pages(fd, nbytes):
+    shm = os.fstatvfs(fd)
+    free = shm.f_bavail * shm.f_frsize
+    try:
+        if free < nbytes and shm.f_blocks:
+            raise OSError(errno.ENOSPC, "checked before")
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as failed:
+        raise MappingFailed(failed.errno, f"a named pool of {nbytes} bytes does not fit into {_SHM} "
+                            f"({free} bytes free): make it smaller, or mount -o remount,size=... "
+                            f"{_SHM}, or docker run --shm-size=...") from None
+
+
+def release_shm(path: str, fd: int, owner: int | None = None) -> None:
+    """Give up a file of `named_shm`. In a process other than `owner` it keeps its name."""
+    if owner in (None, os.getpid()):
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+    os.close(fd)
+
+
+def _unlink_orphans():
+    """Files whose lock is gone belong to processes that were killed."""
+    import fcntl
+    for name in os.listdir(_SHM) if os.path.isdir(_SHM) else ():
+        if not name.startswith(_SHM_PREFIX):
+            continue
+        path = os.path.join(_SHM, name)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:                 # another user's, or gone
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+        else:
+            release_shm(path, fd)
 
 
 # What `alloc` and `close` call before they give up: `completion.reap`, which stands above us, looks
@@ -221,18 +300,28 @@ class BlockAllocator:
 class BlockPool(BlockAllocator):
     """`num_blocks` Full Blocks in one region, `block_stride` bytes apart (whole 4 KiB pages).
 
-    `shared=True` backs it by a sealed memfd (`pool.fd`), `memory=` by a writable buffer of the
-    caller's. `poison=True` fills blocks with 0xA5 when they are freed.
+    `shared=True` backs it by a sealed memfd (`pool.fd`), `named=True` by a file in /dev/shm
+    (`pool.shm_path`; what 3FS reads and writes without a copy), `memory=` by a writable buffer of
+    the caller's. `poison=True` fills blocks with 0xA5 when they are freed.
     """
 
     def __init__(self, layout: BlockLayout, num_blocks: int, *, shared: bool = False,
-                 memory=None, hugepages: bool = False, poison: bool = False):
+                 named: bool = False, memory=None, hugepages: bool = False,
+                 poison: bool = False):
         super().__init__(num_blocks)
         self.layout, self.block_stride = _checked(layout), layout.stride
-        if memory is not None and (shared or hugepages):
-            raise InvalidArgument("memory= brings its own pages: shared and hugepages do not apply")
+        if memory is not None and (shared or named or hugepages):
+            raise InvalidArgument("memory= brings its own pages: shared, named and hugepages do "
+                                  "not apply")
+        if named and (shared or hugepages):
+            raise InvalidArgument("a named pool is a file in /dev/shm: shared and hugepages do not "
+                                  "apply")
         nbytes, self.fd, self._poison = self.num_blocks * self.block_stride, -1, poison
-        if shared:
+        self.shm_path, self._unlink = None, None
+        if named:
+            memory, self.shm_path, fd = named_shm(nbytes)
+            self._unlink = weakref.finalize(self, release_shm, self.shm_path, fd, os.getpid())
+        elif shared:
             memory, self.fd = sealed_memfd(nbytes)
         elif memory is None:
             memory = anonymous(nbytes, hugepages)
@@ -275,6 +364,8 @@ class BlockPool(BlockAllocator):
 
     def close(self) -> None:
         super().close()
+        if self._unlink:
+            self._unlink()
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

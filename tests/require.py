@@ -8,6 +8,7 @@ import collections
 import ctypes
 import importlib.util
 import os
+import shutil
 
 import pytest
 
@@ -47,6 +48,7 @@ PARTS = {
     "verbs": _library("libibverbs.so.1"),
     "cuda": _library("libcuda.so.1"),
     "usrbio": _library("libhf3fs_api_shared.so"),
+    "compiler": lambda: None if shutil.which(os.environ.get("CC", "cc")) else "no C compiler",
     "lab": lambda: None if os.environ.get("KVIO_LAB") else "not inside the lab's virtual machine",
 }
 

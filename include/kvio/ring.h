@@ -95,7 +95,7 @@ void kvio_store_free(struct kvio_store *store);
 /* ---- rings ---- */
 
 struct kvio_ring;
-enum kvio_backend { KVIO_BACKEND_URING = 1, KVIO_BACKEND_THREADS = 2 };
+enum kvio_backend { KVIO_BACKEND_URING = 1, KVIO_BACKEND_THREADS = 2, KVIO_BACKEND_USRBIO = 3 };
 struct kvio_ring_params {
 	uint32_t backend;		/* enum kvio_backend */
 	uint32_t queue_depth;		/* device operations in flight */
@@ -116,6 +116,9 @@ struct kvio_ring_stats {
 	uint64_t fixed_ios, registered_bytes;		/* through registered buffers */
 	uint64_t register_errno;			/* why some region is not registered */
 	uint64_t setup_flags;				/* IORING_SETUP_* in force */
+	/* USRBIO: payload copied through the ring's own memory, and the size of that. */
+	uint64_t staged_ios, staged_bytes, staging_bytes;
+	uint64_t stray_completions, length_syncs;
 };
 /* What the tests inject: the next `count` matching operations after `skip` get `result`. */
 struct kvio_fault {

@@ -206,6 +206,7 @@ cdef extern from "kvio/ring.h" nogil:
     enum kvio_backend:
         KVIO_BACKEND_URING
         KVIO_BACKEND_THREADS
+        KVIO_BACKEND_USRBIO
     struct kvio_ring_params:
         uint32_t backend
         uint32_t queue_depth
@@ -225,6 +226,8 @@ cdef extern from "kvio/ring.h" nogil:
         uint64_t fixed_ios, registered_bytes
         uint64_t register_errno
         uint64_t setup_flags
+        uint64_t staged_ios, staged_bytes, staging_bytes
+        uint64_t stray_completions, length_syncs
     struct kvio_fault:
         uint32_t op_mask
         uint32_t skip
@@ -263,3 +266,11 @@ cdef extern from "kvio/ring.h" nogil:
     void kvio_ring_batch_times(kvio_ring_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
                              int64_t *completed_ns)
     void kvio_ring_batch_put(kvio_ring_batch *batch)
+
+cdef extern from "kvio/usrbio.h" nogil:
+    enum:
+        KVIO_USRBIO_MOUNT_BYTES
+    int kvio_usrbio_load(char *why, size_t room)
+    int kvio_usrbio_mount(const char *path, char *out, size_t room)
+    int kvio_store_set_mount(kvio_store *store, const char *mount)
+    int kvio_usrbio_name_region(uint64_t region, const char *path)

@@ -66,6 +66,7 @@ struct kvio_store {
 	pthread_cond_t wake;
 	pthread_t keeper;
 	bool dirty, stop, running;
+	char mount[256];		/* of 3FS: kvio_store_set_mount() */
 };
 
 struct kvio_ring_batch {
@@ -246,5 +247,9 @@ extern const struct backend uring_backend;
 int uring_probe(void);
 #endif
 extern const struct backend threads_backend;
+
+/* ring_usrbio.c, ring_usrbio_lib.c */
+extern const struct backend usrbio_backend;
+void usrbio_fd_forget(int fd);		/* before a segment's file is closed */
 
 #endif

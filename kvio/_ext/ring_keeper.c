@@ -237,6 +237,7 @@ void kvio_store_stop(struct kvio_store *store)
 	for (uint32_t i = 0; i < atomic_load(&store->num_segments); i++) {
 		struct kvio_segment *segment = segment_at(store, i);
 
+		usrbio_fd_forget(segment->fd);
 		if (segment->fd >= 0)
 			close(segment->fd);
 		segment->fd = -1;

@@ -58,7 +58,7 @@ class BlockStore:
         self._ring_numbers = itertools.count()
         self._closed = self._ended = False      # refuses calls; has given everything back
         self._requests = Requests(path, layout, self._lock, self._index, self._writer,
-                                  self._rings)
+                                  self._rings, backend)
         self._harvest, self._forget = self._requests.harvest, self._requests.forget
 
     @classmethod
@@ -68,8 +68,8 @@ class BlockStore:
              create: bool = True) -> "BlockStore":
         """Open the store in directory `path`, making it (not its parents) if `create`.
 
-        backend: "uring", "threads", or "auto" (the first that this machine allows; a fall-back
-            warns and is named in `backend_reason`).
+        backend: "uring", "threads", "usrbio" (for a path on 3FS), or "auto" (the best that path
+            and machine allow; a fall-back warns and is named in `backend_reason`).
         verify: "always" checks the CRC of every payload that is read. "never" reads the header
             again instead, and is allowed in a durable store only; blocks that an earlier opener
             wrote without durability are still checked.
@@ -86,11 +86,13 @@ class BlockStore:
             path = os.path.abspath(os.fsdecode(path))
         except TypeError:
             raise InvalidArgument(f"path must be a str or os.PathLike, not {path!r}") from None
-        backend, reason = choose_backend(backend)
+        backend, reason, mount = choose_backend(backend, path)
         description = describe(path, layout, segment_bytes, create)
         store = cls(path, layout, description, backend=backend, backend_reason=reason,
                     verify=verify, durability=durability, capacity_bytes=capacity_bytes,
                     queue_depth=queue_depth)
+        if mount:
+            store._files.set_mount(mount)
         store._load()
         _open_stores.add(store)
         return store
@@ -166,8 +168,10 @@ class BlockStore:
                 ring = _ring.Ring(self._files, self.backend, self.queue_depth, IO_BYTES,
                                   int(read_bytes_per_s), int(write_bytes_per_s), int(window_ns))
             except OSError as failed:
-                raise BackendUnavailable(failed.errno, f"cannot open another ring ({self.backend})"
-                                         ": close some, or raise ulimit -n and -l") from failed
+                remedy = "is /dev/shm full, or the 3FS daemon gone?" if self.backend == "usrbio" \
+                    else "close some, or raise ulimit -n and -l"
+                raise BackendUnavailable(failed.errno, "cannot open another ring "
+                                         f"({self.backend}): {remedy}") from failed
             ring = Ring(self, name or f"ring{next(self._ring_numbers)}", ring)
             self._rings.add(ring)
         return ring
@@ -192,7 +196,8 @@ class BlockStore:
             return {
                 "backend": self.backend, "backend_reason": self.backend_reason,
                 "direct_io": all(direct) if direct else None,
-                "plain_buffers_reason": ", ".join(errno_name(code) for code in codes) or None,
+                "plain_buffers_reason": ", ".join(errno_name(code) for code in codes)
+                or self._requests.staging_reason,
                 "blocks": len(self._index), "segments": self.scan.segments
                 + len(self._writer.segments), "own_segments": len(self._writer.segments),
                 "own_bytes": self._writer.slots_used * self.layout.stride,
