@@ -5,6 +5,7 @@ export makes resizing impossible). `BlockPool` hands out blocks of one region. A
 freed while a transfer still touches it waits, out of everybody's reach, until that transfer has
 drained; then its epoch rises and it is free.
 """
+import contextlib
 import errno
 import mmap
 import os
@@ -23,7 +24,7 @@ __all__ = ["BlockAllocator", "BlockPool", "LayerPool", "POISON", "Region", "anon
 
 POISON = 0xA5               # fills freed blocks, so that stale bytes cannot pass for KV
 _HUGE = 2 << 20
-_SHM, _SHM_PREFIX = "/dev/shm", "kvio-pool-"
+_SHM, _SHM_PREFIX = "/dev/shm", "kvio-"
 _F_ADD_SEALS, _MFD_ALLOW_SEALING = 1033, 2
 _SEALS = 0x1 | 0x2 | 0x4 | 0x10     # SEAL, SHRINK, GROW, FUTURE_WRITE
 
@@ -109,27 +110,21 @@ def named_shm(nbytes: int) -> tuple[mmap.mmap, str, int]:
     import fcntl
     nbytes = -(-nbytes // PAGE) * PAGE
     _unlink_orphans()
-    while True:
-        path = os.path.join(_SHM, f"{_SHM_PREFIX}{uuid.uuid4().hex}")
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW,
-                         0o600)
-        except OSError as failed:
-            raise MappingFailed(failed.errno, f"cannot make a file in {_SHM}: mount a tmpfs there "
-                                "that you may write") from failed
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_nlink:
-                break
-        except BlockingIOError:
-            pass
-        release_shm(path, fd)           # somebody took it for an orphan before it was locked
+    path = os.path.join(_SHM, f"{_SHM_PREFIX}pool-{uuid.uuid4().hex}")
+    try:
+        fd = os.open(_SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as failed:
+        raise MappingFailed(failed.errno, f"cannot make a file in {_SHM}: mount a tmpfs there that "
+                            "you may write") from failed
     try:
         _take_pages(fd, nbytes)
         memory = _mapped(fd, nbytes, mmap.MAP_SHARED)
         memory.madvise(mmap.MADV_DONTFORK)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)      # before anybody can see it
+        # With src_dir_fd it is linkat, which follows; a plain link does not.
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
     except BaseException:
-        release_shm(path, fd)
+        os.close(fd)
         raise
     return memory, path, fd
 
@@ -147,13 +142,11 @@ def _take_pages(fd, nbytes):
                             f"{_SHM}, or docker run --shm-size=...") from None
 
 
-def release_shm(path: str, fd: int, owner: int | None = None) -> None:
-    """Give up a file of `named_shm`. In a process other than `owner` it keeps its name."""
-    if owner in (None, os.getpid()):
-        try:
+def release_shm(path: str, fd: int, owner: int) -> None:
+    """Give up a file of `named_shm`. In a forked child it keeps its name."""
+    if owner == os.getpid():
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        except FileNotFoundError:
-            pass
     os.close(fd)
 
 
@@ -173,7 +166,7 @@ def _unlink_orphans():
         except OSError:
             os.close(fd)
         else:
-            release_shm(path, fd)
+            release_shm(path, fd, os.getpid())
 
 
 # What `alloc` and `close` call before they give up: `completion.reap`, which stands above us, looks

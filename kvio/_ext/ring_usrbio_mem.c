@@ -8,6 +8,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <unistd.h>
@@ -201,26 +202,33 @@ void usrbio_unlink_leftovers(const char *mount, const char id[16])
 
 /* ---- staging ---- */
 
-/* A file in /dev/shm with all its pages, so that no access can meet a full file system. */
+/*
+ * A file in /dev/shm with all its pages, so that no access can meet a full file system. It gets
+ * its name last, and a lock before that: a file of this prefix without one has lost its owner, and
+ * the next named pool removes it (kvio/memory.py).
+ */
 static int shm_open_new(char path[64], uint64_t nbytes)
 {
 	uint8_t id[16];
-	char text[37];
+	char text[37], self[32];
 	int fd, rc = uuid_make(id, text);
 
 	if (rc < 0)
 		return rc;
-	snprintf(path, 64, "/dev/shm/kvio-stage-%s", text);
-	fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+	fd = open("/dev/shm", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
 	if (fd < 0)
 		return -errno;
+	snprintf(path, 64, "/dev/shm/kvio-stage-%s", text);
+	snprintf(self, sizeof(self), "/proc/self/fd/%d", fd);
 	do
 		rc = -posix_fallocate(fd, 0, (off_t)nbytes);
 	while (rc == -EINTR);
-	if (rc < 0) {
-		unlink(path);
+	if (rc == 0 && flock(fd, LOCK_EX | LOCK_NB) < 0)
+		rc = -errno;
+	if (rc == 0 && linkat(AT_FDCWD, self, AT_FDCWD, path, AT_SYMLINK_FOLLOW) < 0)
+		rc = -errno;
+	if (rc < 0)
 		close(fd);
-	}
 	return rc < 0 ? rc : fd;
 }
 
@@ -233,10 +241,9 @@ static int stage_map(struct usrbio_stage *stage, const char *mount, uint64_t nby
 	if (fd < 0)
 		return fd;
 	memory = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-	if (memory == MAP_FAILED)
+	if (memory == MAP_FAILED) {
 		rc = -errno;
-	close(fd);
-	if (rc == 0) {
+	} else {
 		madvise(memory, nbytes, MADV_DONTFORK);
 		stage->iov = iov_new(mount, path, memory, nbytes, 0, &rc);
 		if (!stage->iov)
@@ -244,6 +251,7 @@ static int stage_map(struct usrbio_stage *stage, const char *mount, uint64_t nby
 	}
 	/* The daemon has it mapped: without a name nothing is left behind, whoever dies. */
 	unlink(path);
+	close(fd);
 	stage->nbytes = nbytes;
 	return rc;
 }

@@ -4,7 +4,8 @@ import os
 import shutil
 import subprocess
 
-RESULT, SHORT, DELAY_US, SHUFFLE, PREP, REG, STALL, ONE, DENY, CREATE, WAIT, HOLES = range(12)
+RESULT, SHORT, DELAY_US, SHUFFLE, PREP, REG, STALL, ONE, DENY, CREATE, WAIT, HOLES, \
+    STRAY = range(13)
 PREPS, SUBMITS, WAITS, IOS, RINGS, REGISTERED, IOVS, REFUSED = range(8)
 READS, WRITES, BOTH, FOREVER = 1, 2, 3, -1
 HERE = os.path.dirname(os.path.abspath(__file__))

@@ -66,7 +66,8 @@ struct iov {
 };
 struct reg { int fd, dup_fd, flags; };
 
-enum { RESULT, SHORT, DELAY_US, SHUFFLE, PREP, REG, STALL, ONE, DENY, CREATE, WAIT, HOLES, KINDS };
+enum { RESULT, SHORT, DELAY_US, SHUFFLE, PREP, REG, STALL, ONE, DENY, CREATE, WAIT, HOLES, STRAY,
+       KINDS };
 enum { PREPS, SUBMITS, WAITS, IOS, RINGS, REGISTERED, IOVS, REFUSED, COUNTERS };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -135,7 +136,8 @@ EXPORT void standin_reset(void)
 {
 	pthread_mutex_lock(&lock);
 	memset(faults, 0, sizeof(faults));
-	memset(counters, 0, 4 * sizeof(*counters));
+	counters[PREPS] = counters[SUBMITS] = counters[WAITS] = counters[IOS] = 0;
+	counters[REFUSED] = 0;
 	for (struct ring *ring = rings; ring; ring = ring->next) {
 		pthread_mutex_unlock(&lock);
 		release(ring);
