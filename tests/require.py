@@ -66,6 +66,7 @@ PARTS = {
     "cuda": _library("libcuda.so.1"),
     "usrbio": _library("libhf3fs_api_shared.so"),
     "guest": _guest,
+    "compiler": lambda: None if shutil.which(os.environ.get("CC", "cc")) else "no C compiler",
     "lab": lambda: None if os.environ.get("KVIO_LAB") else "not inside the lab's virtual machine",
 }
 

@@ -21,6 +21,7 @@ LAYERS = [
     {"errors"},
     {"_ext"},
     {"layout"},
+    {"pages"},
     {"memory"},
     {"completion"},
     {"storage", "transfer"},

@@ -299,6 +299,7 @@ int kvio_store_sweep(struct kvio_store *store)
 			left++;
 			continue;
 		}
+		usrbio_fd_forget(segment->fd);
 		close(segment->fd);
 		segment->fd = -1;
 		atomic_store(&segment->file_closed, true);
@@ -336,6 +337,7 @@ void kvio_store_stop(struct kvio_store *store)
 		atomic_store(&segment->retired, true);
 		while (atomic_load(&segment->holds))
 			usleep(1000);
+		usrbio_fd_forget(segment->fd);
 		if (segment->fd >= 0)
 			close(segment->fd);
 		segment->fd = -1;
