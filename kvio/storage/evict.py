@@ -125,7 +125,7 @@ class Capacity:
     def _evict(self, count, keys):
         """At least `count` if so many may go, in batches that are worth the call; how many."""
         most = self.max_blocks or self._writer.slots_used
-        count = max(count, most // 256, min(64, most // 16))
+        count = max(count, most // 4096, min(64, most // 16))
         stay = _with_parents(keys)
         self._index.pin(stay, 1)
         try:
