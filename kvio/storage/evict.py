@@ -10,7 +10,7 @@ from kvio.storage.writer import FULL
 
 __all__ = ["Capacity", "now_s"]
 
-_ROOT = bytes(16)
+_LOOK_S = 0.2                   # how often the dead are counted
 
 
 def now_s() -> int:
@@ -35,13 +35,14 @@ class Capacity:
     """
 
     def __init__(self, index, writer, watch, capacity_bytes: int | None):
-        """watch: `dead_segments()` gives segment numbers, `reclaim(number)` unlinks one and says
-        whether it did; None if no other writer is watched."""
+        """watch: `dead_segments()` gives (segment number, ...) of each, `reclaim(number)` unlinks
+        one and says whether it did, or OSError; None if no other writer is watched."""
         self._index, self._writer, self._watch = index, writer, watch
         self._stride = writer.description.geometry.slot_stride
         self.max_blocks = None if capacity_bytes is None else capacity_bytes // self._stride
         writer.max_slots = self.max_blocks
         self._capacity_bytes = capacity_bytes
+        self._seen, self._look_again = [], 0.0  # dead segments, as of the last look
         self._dead = ((), 0)                    # segments of dead writers, valid blocks in them
         self._pins: dict[bytes, int] = {}
         self._counts = {"evicted_blocks": 0, "evicted_orphans": 0, "reclaimed_segments": 0,
@@ -70,7 +71,11 @@ class Capacity:
         return places, failure if len(places) < count else 0
 
     def _dead_segments(self):
-        return self._watch.dead_segments() if self._watch else ()
+        now = time.monotonic()
+        if self._watch and now >= self._look_again:     # it looks at each file
+            self._seen = [segment[0] for segment in self._watch.dead_segments()]
+            self._look_again = now + _LOOK_S
+        return self._seen
 
     def _left(self, count):
         """How many of `count` blocks the budget has room for."""
@@ -114,11 +119,15 @@ class Capacity:
         for number in sorted(uses, key=lambda number: (uses[number][0] > 0, uses[number][1])):
             if count <= 0:
                 break
-            if self._watch.reclaim(number):
+            try:
+                gone = self._watch.reclaim(number)
+            except OSError:                     # it cannot be deleted: somebody else's problem
+                gone = False
+            if gone:
                 count -= uses[number][0]
                 self._counts["reclaimed_segments"] += 1
                 self._counts["reclaimed_blocks"] += uses[number][0]
-        self._dead = ((), 0)
+        self._dead, self._look_again = ((), 0), 0.0
         self._writer.space_freed()
         return count
 

@@ -359,7 +359,7 @@ class Dead:
             self.paths[number] = os.path.join(store.path, name)
 
     def dead_segments(self):
-        return list(self.paths)
+        return [(number, path, os.stat(path).st_size) for number, path in self.paths.items()]
 
     def reclaim(self, number):
         os.truncate(self.paths[number], 0)      # others may have it open: give the space back
@@ -421,6 +421,17 @@ def test_dead_segments_with_pinned_blocks_or_own_ancestors_stay(tmp_path, clock)
             assert [store.match(keys) for keys in chains] == [10, 10, 0]
             assert (attempt(store, branch(chains[1], 30, seed=8)) == 0).sum() == 10
             assert [store.match(keys) for keys in chains] == [10, 10, 0]
+
+
+def test_a_dead_segment_that_cannot_be_deleted_fails_no_write(tmp_path):
+    left_behind(tmp_path, 2)
+    with small(tmp_path, 25) as store:
+        watch = store._capacity._watch = Dead(store)
+        watch.reclaim = lambda number: os.unlink("/nonexistent/segment")
+        assert attempt(store, chain(10)).tolist() == [0] * 5 + [-errno.ENOSPC] * 5
+        watch.reclaim = lambda number: False        # it has come back to life
+        assert (attempt(store, chain(3, seed=1)) == 0).all()
+        assert store.stats()["reclaimed_segments"] == 0
 
 
 # ---- figures
