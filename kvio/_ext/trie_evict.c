@@ -30,7 +30,7 @@ static bool pinned_below(const struct kvio_index *index, uint32_t top)
 		const struct row *row = row_of(index, id);
 
 		if (!(row->flags & ROW_COPY) && id != top) {
-			if (row->pins)
+			if (row->flags & ROW_PINNED)
 				return true;
 			if (row->child) {
 				id = row->child;

@@ -369,10 +369,7 @@ class Watch:
                 self._poll("gone", only=writer)
             if not writer.gone:
                 return False
-            try:
-                os.unlink(os.path.join(self._folder, name))
-            except FileNotFoundError:
-                pass
+            _delete(os.path.join(self._folder, name))
             self._listed.discard(name)
             self._forget(name)
             self._note_gone()
@@ -412,3 +409,19 @@ class Watch:
                     "writers_dead": dead, "writers_closed": closed,
                     "foreign_segments": len(self._names),
                     **self._files.watch_stats(), **self._touches.counts}
+
+
+def _delete(path):
+    """Unlink a file and give its space back at once, though others have it open: what they still
+    read there is short, which is a miss."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        os.unlink(path)
+        os.ftruncate(fd, 0)
+    except FileNotFoundError:               # somebody else was faster
+        pass
+    finally:
+        os.close(fd)

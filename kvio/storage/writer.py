@@ -108,8 +108,11 @@ class Writer:
                 if segment.ring is ring or segment.ring is None]
 
     def _shortest_fit(self, ring, count):
-        best, best_length = None, 1 << 62
+        best, best_length, looks = None, 1 << 62, 16
         for segment in self.segments:
+            looks -= best is not None           # of many segments some will do
+            if looks < 0:
+                break
             if segment.slots.lengths >> min(count, 63) and \
                     (segment.ring is ring or segment.ring is None):
                 length = segment.slots.fit(count)

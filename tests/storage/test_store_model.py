@@ -65,7 +65,7 @@ class StoreMachine(RuleBasedStateMachine):
     def reachable(self, name, stored):
         while name in stored:
             name = PARENT[name]
-        return name not in PARENT                       # a root
+        return name.startswith(b"root")
 
     def kept(self, names):
         """With all ancestors that are stored without a gap."""
