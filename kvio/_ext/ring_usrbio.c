@@ -141,7 +141,7 @@ static int stage_ready(struct kvio_ring *ring, struct usrbio *usrbio)
 		rc = usrbio_stage_open(&usrbio->payload, ring->store->mount,
 				       ring->params.io_bytes, ring->params.queue_depth);
 		if (rc == 0)
-			stats_add(ring, &ring->stats.staging_bytes, usrbio->payload.nbytes);
+			stats_add(&ring->stats.staging_bytes, usrbio->payload.nbytes);
 	}
 	return rc;
 }
@@ -322,7 +322,7 @@ static uint32_t reap(struct kvio_ring *ring, int direction, int64_t wait_ns)
 
 		if (number >= ring->params.queue_depth || !flight->io ||
 		    direction_of(flight->io) != direction)
-			stats_add(ring, &ring->stats.stray_completions, 1);
+			stats_add(&ring->stats.stray_completions, 1);
 		else
 			flight_landed(ring, flight, cqes[i].result);
 	}
@@ -483,7 +483,7 @@ static void sync_lengths(struct kvio_ring *ring)
 		if (!(usrbio->dirty[i / 8] & 1u << (i % 8)))
 			continue;
 		usrbio_length_sync(segment_at(ring->store, i)->fd);
-		stats_add(ring, &ring->stats.length_syncs, 1);
+		stats_add(&ring->stats.length_syncs, 1);
 	}
 }
 
