@@ -116,7 +116,7 @@ struct kvio_ring_batch {
 	atomic_bool cancelled, done;
 	bool write;
 	uint32_t count, remaining;
-	uint32_t moving;	/* runs that are neither finished nor wait for a commit */
+	uint32_t moving;	/* runs that have not finished and do not wait at a gate */
 	int64_t found_ns;
 	uint64_t region, region_addr, region_nbytes;
 	uint64_t nbytes, tokens;
@@ -165,6 +165,7 @@ struct io {
 	int32_t res;
 	int16_t buffer;
 	uint8_t op;
+	bool here;			/* a copy that the ring's thread makes itself */
 };
 
 struct io_list { struct io *head, *tail; };
