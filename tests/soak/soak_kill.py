@@ -35,7 +35,7 @@ from kvio.storage import BlockStore, admin                                  # no
 from kvio.storage.fsck import fsck                                          # noqa: E402
 
 SEGMENT = 400_000           # 31 slots
-CAPACITY = 4 * SEGMENT
+CAPACITY = 2 * SEGMENT      # so that room has to be made within a round
 BATCH = 12
 KEPT = 5                    # chains that are pinned, or not yet dropped
 STORE_BYTES = 8 << 20       # older segments go beyond that
@@ -110,6 +110,8 @@ def writer(path, plan, say):
                 store.unpin(keys)
             else:
                 store._forget(keys)
+        if EVICTS:
+            say("evicted", store.stats()["evicted_blocks"])
     say("left")
     store.close(drain=True)
 
@@ -176,7 +178,7 @@ def plan_of(rng, backends):
             "sync": False, "die_at_call": rng.random() < 0.3, "short_writes": rng.random() < 0.3,
             "leave_after_s": rng.choice([60, 60, 60, rng.uniform(0, 0.3)]),
             "once_open": rng.random() < 0.7,        # the delay counts from then on
-            "delay_s": rng.choice([rng.uniform(0, 0.03), rng.uniform(0, 0.4)])}
+            "delay_s": rng.choice([rng.uniform(0, most) for most in (0.03, 0.4, 1)])}
 
 
 def kill_all(children, plans):
@@ -199,14 +201,15 @@ def kill_round(path, rng, backends):
     """Returns (chains that must be there, all chains that were begun, figures)."""
     plans = [plan_of(rng, backends) for _ in range(rng.randrange(1, 4))]
     children = [forked(lambda say, plan=plan: writer(path, plan, say)) for plan in plans]
-    required, ever, counts = {}, {}, {"killed": 0, "left": 0, "opened": 0}
+    required, ever, counts = {}, {}, dict.fromkeys(
+        ("killed", "left", "opened", "stored", "dropped", "evicted"), 0)
     kill_all(children, plans)
     for (pid, fd), plan in zip(children, plans):
         status = os.waitpid(pid, 0)[1]
         lines = read_all(fd)
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         assert killed or status == 0, f"a writer failed by itself: {plan}"
-        mine, left = {}, False
+        mine, left, evicted = {}, False, 0
         for what, *figures in lines:
             figures = [int(figure) for figure in figures]
             if what == "begin":
@@ -215,11 +218,16 @@ def kill_round(path, rng, backends):
                 mine[figures[0]] = figures[1]
             elif what == "dropped":
                 mine.pop(figures[0])
+            elif what == "evicted":
+                evicted = figures[0]
             left |= what == "left"
+            if what in ("stored", "dropped"):
+                counts[what] += 1
         # Who has said that it closes is dead for the others at once, and may be reclaimed.
         if not (left and EVICTS):
             required.update(mine)
         counts["killed"] += killed
+        counts["evicted"] += evicted
         counts["left"] += left
         counts["opened"] += any(line[0] == "open" for line in lines)
     return required, ever, counts
