@@ -20,8 +20,8 @@ static bool takeable_leaf(const struct kvio_index *index, uint32_t id)
 	return !head->child && !(head->flags & ROW_PINNED);
 }
 
-/* Is anything pinned below this head? Each row has one parent: a walk that comes back to `top`, which
- * keys that users make up can do, has seen nothing twice. */
+/* Is anything pinned below this head? Each row has one parent: a walk that comes back to `top`,
+ * which keys that users make up can do, has seen nothing twice. */
 static bool pinned_below(const struct kvio_index *index, uint32_t top)
 {
 	uint32_t id = row_of(index, top)->child;
@@ -30,7 +30,7 @@ static bool pinned_below(const struct kvio_index *index, uint32_t top)
 		const struct row *row = row_of(index, id);
 
 		if (!(row->flags & ROW_COPY) && id != top) {
-			if (row->pins)
+			if (row->flags & ROW_PINNED)
 				return true;
 			if (row->child) {
 				id = row->child;
