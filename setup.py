@@ -69,7 +69,8 @@ modules = [
     extension("index", sources("trie*.c")),
     extension("nic", ["nicbase.c", "batch.c", "softnic.c", "softfabric.c"]),
     extension("ring", sources("ring_*.c", CRC32C),
-              macros=[("KVIO_HAVE_URING", "1")] if uring else [], link=[uring] if uring else []),
+              macros=[("KVIO_HAVE_URING", "1")] if uring else [],
+              link=[*([uring] if uring else []), "-ldl"]),
 ]
 setup(cmdclass={"build_ext": BuildExt}, ext_modules=cythonize(
     modules, language_level=3, build_dir="build/cython", include_path=["kvio/_ext"],

@@ -154,7 +154,7 @@ void kvio_store_watch_stats(struct kvio_store *store, struct kvio_watch_stats *o
 /* ---- rings ---- */
 
 struct kvio_ring;
-enum kvio_backend { KVIO_BACKEND_URING = 1, KVIO_BACKEND_THREADS = 2 };
+enum kvio_backend { KVIO_BACKEND_URING = 1, KVIO_BACKEND_THREADS = 2, KVIO_BACKEND_USRBIO = 3 };
 /* Wishes: what the machine refuses is done the usual way, and stats say why. */
 enum kvio_ring_flags {
 	KVIO_RING_IOPOLL = 1,		/* payload of O_DIRECT files by a ring that is polled */
@@ -187,6 +187,9 @@ struct kvio_ring_stats {
 	uint64_t poll_setup_flags;	/* IORING_SETUP_* of the polled ring; 0: there is none */
 	uint64_t poll_errno, sqpoll_errno;	/* why a wish was not granted */
 	uint64_t waits;			/* times the thread waited in the kernel */
+	/* USRBIO: payload copied through the ring's own memory, and the size of that. */
+	uint64_t staged_ios, staged_bytes, staging_bytes;
+	uint64_t stray_completions, length_syncs;
 };
 /* What the tests inject: the next `count` matching operations after `skip` get `result`. */
 struct kvio_fault {

@@ -241,6 +241,7 @@ cdef extern from "kvio/ring.h" nogil:
     enum kvio_backend:
         KVIO_BACKEND_URING
         KVIO_BACKEND_THREADS
+        KVIO_BACKEND_USRBIO
     enum kvio_ring_flags:
         KVIO_RING_IOPOLL
         KVIO_RING_SQPOLL
@@ -267,6 +268,8 @@ cdef extern from "kvio/ring.h" nogil:
         uint64_t poll_ios, poll_setup_flags
         uint64_t poll_errno, sqpoll_errno
         uint64_t waits
+        uint64_t staged_ios, staged_bytes, staging_bytes
+        uint64_t stray_completions, length_syncs
     struct kvio_fault:
         uint32_t op_mask
         uint32_t skip
@@ -340,3 +343,11 @@ cdef extern from "kvio/index.h" nogil:
     int kvio_index_segment_use(kvio_index *index, uint32_t segment, uint64_t *places,
                                uint32_t *used_s)
     void kvio_index_get_stats(kvio_index *index, kvio_index_stats *out)
+
+cdef extern from "kvio/usrbio.h" nogil:
+    enum:
+        KVIO_USRBIO_MOUNT_BYTES
+    int kvio_usrbio_load(char *why, size_t room)
+    int kvio_usrbio_mount(const char *path, char *out, size_t room)
+    int kvio_store_set_mount(kvio_store *store, const char *mount)
+    int kvio_usrbio_name_region(uint64_t region, const char *path)

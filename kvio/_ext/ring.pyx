@@ -17,7 +17,8 @@ from libc.string cimport memcpy
 from core cimport *
 from kvio._ext.index cimport Index, replace_places
 
-BACKENDS = {"uring": KVIO_BACKEND_URING, "threads": KVIO_BACKEND_THREADS}
+BACKENDS = {"uring": KVIO_BACKEND_URING, "threads": KVIO_BACKEND_THREADS,
+            "usrbio": KVIO_BACKEND_USRBIO}
 NEWS_BEAT, NEWS_CLOSED, NEWS_FAILED = KVIO_NEWS_BEAT, KVIO_NEWS_CLOSED, KVIO_NEWS_FAILED
 INVALIDATE, SUSPECT = KVIO_BLOCK_INVALIDATE, KVIO_BLOCK_SUSPECT
 BLOCK_IO_NBYTES = sizeof(kvio_block_io)
@@ -113,6 +114,31 @@ def scan_headers(const uint8_t[::1] headers not None, const uint8_t[::1] uuid no
     return found, damaged
 
 
+def usrbio_load():
+    """Open the library of 3FS, once; (0, "") or (errno, what is missing and where it was sought)."""
+    cdef char why[2048]
+    cdef int rc
+    with nogil:
+        rc = kvio_usrbio_load(why, sizeof(why))
+    return -rc, (<bytes>why).decode("utf-8", "replace")
+
+
+def usrbio_mount(path):
+    """The mount point of 3FS that an existing path lies on, or None."""
+    cdef char[KVIO_USRBIO_MOUNT_BYTES] out
+    cdef int rc = kvio_usrbio_mount(os.fsencode(path), out, sizeof(out))
+    return None if rc < 0 else os.fsdecode(<bytes>out)
+
+
+def usrbio_name_region(uint64_t region, path):
+    """The memory of `region` is all of the file `path` in /dev/shm; None: it is gone."""
+    cdef bytes name = b"" if path is None else os.fsencode(path)
+    cdef const char *text = NULL
+    if path is not None:
+        text = name
+    check(kvio_usrbio_name_region(region, text))
+
+
 cdef class Store:
     """The open files of a store, and the thread that keeps page 1 of its own segments."""
     cdef kvio_store *_store
@@ -143,6 +169,10 @@ cdef class Store:
         """Nobody writes this segment any more, and the index is up to date with it: reads that
         look their blocks up from now on trust the index. Never taken back."""
         check(kvio_segment_final(self._store, number))
+
+    def set_mount(self, mount):
+        """The mount point of 3FS, before the first ring of the back end usrbio."""
+        check(kvio_store_set_mount(self._store, os.fsencode(mount)))
 
     @property
     def page1_writes(self):

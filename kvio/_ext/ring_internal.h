@@ -107,6 +107,7 @@ struct kvio_store {
 	uint8_t *watch_pages;		/* kept from poll to poll */
 	struct kvio_block_io *watch_blocks;
 	struct kvio_watch_stats watch_stats;
+	char mount[256];		/* of 3FS: kvio_store_set_mount() */
 };
 
 struct kvio_ring_batch {
@@ -349,5 +350,9 @@ extern const struct backend uring_backend;
 int uring_probe(void);
 #endif
 extern const struct backend threads_backend;
+
+/* ring_usrbio.c, ring_usrbio_lib.c */
+extern const struct backend usrbio_backend;
+void usrbio_fd_forget(int fd);		/* before a segment's file is closed */
 
 #endif

@@ -299,6 +299,7 @@ int kvio_store_sweep(struct kvio_store *store)
 			left++;
 			continue;
 		}
+		usrbio_fd_forget(segment->fd);
 		close(segment->fd);
 		segment->fd = -1;
 		atomic_store(&segment->file_closed, true);
@@ -332,6 +333,11 @@ void kvio_store_stop(struct kvio_store *store)
 	for (uint32_t i = 0; i < atomic_load(&store->num_segments); i++) {
 		struct kvio_segment *segment = segment_at(store, i);
 
+		/* No ring is left, but another thread may be in a sync. */
+		atomic_store(&segment->retired, true);
+		while (atomic_load(&segment->holds))
+			usleep(1000);
+		usrbio_fd_forget(segment->fd);
 		if (segment->fd >= 0)
 			close(segment->fd);
 		segment->fd = -1;

@@ -12,6 +12,8 @@ static const struct backend *backend_of(uint32_t number)
 	if (number == KVIO_BACKEND_URING)
 		return &uring_backend;
 #endif
+	if (number == KVIO_BACKEND_USRBIO)
+		return &usrbio_backend;
 	return number == KVIO_BACKEND_THREADS ? &threads_backend : NULL;
 }
 

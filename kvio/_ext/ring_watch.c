@@ -342,6 +342,7 @@ int kvio_store_unlinked(struct kvio_store *store, uint32_t *out, uint32_t count)
 	uint32_t known = atomic_load(&store->num_segments);
 	int found = 0;
 
+	/* Without the lock: it is held for as long as a poll takes. */
 	for (uint32_t i = 0; i < known && (uint32_t)found < count; i++) {
 		struct kvio_segment *segment = segment_at(store, i);
 		struct stat file;

@@ -20,8 +20,8 @@ static bool takeable_leaf(const struct kvio_index *index, uint32_t id)
 	return !head->child && !(head->flags & ROW_PINNED);
 }
 
-/* Is anything pinned below this head? Each row has one parent: a walk that comes back to `top`,
- * which keys that users make up can do, has seen nothing twice. */
+/* Is anything pinned below this head? Each row has one parent, so that nothing is seen twice; keys
+ * that users make up may lead back to `top`. */
 static bool pinned_below(const struct kvio_index *index, uint32_t top)
 {
 	uint32_t id = row_of(index, top)->child;

@@ -10,7 +10,6 @@ from kvio.storage.writer import FULL
 
 __all__ = ["Capacity", "now_s"]
 
-_ROOT = bytes(16)
 
 
 def now_s() -> int:
@@ -131,7 +130,7 @@ class Capacity:
     def _evict(self, count, keys):
         """At least `count` if so many may go, in batches that are worth the call; how many."""
         most = self.max_blocks or self._writer.slots_used
-        count = max(count, most // 256, min(64, most // 16))
+        count = max(count, most // 4096, min(64, most // 16))
         stay = _with_parents(keys)
         self._index.pin(stay, 1)
         try:

@@ -14,7 +14,7 @@ def check_options(layout, backend, verify, durability, capacity_bytes, segment_b
     """InvalidArgument that names the option; see `BlockStore.open`."""
     if not isinstance(layout, BlockLayout):
         raise InvalidArgument(f"layout must be a BlockLayout, not {type(layout).__name__}")
-    for name, value, allowed in (("backend", backend, ("auto", "uring", "threads")),
+    for name, value, allowed in (("backend", backend, ("auto", "uring", "threads", "usrbio")),
                                  ("verify", verify, ("always", "never")),
                                  ("durability", durability, ("visible", "durable"))):
         if value not in allowed:

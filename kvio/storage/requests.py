@@ -22,15 +22,20 @@ _LOST = (errno.EBADMSG, errno.ENOENT, errno.EIO)    # this copy of a block is of
 class Requests:
     """Between the index, the writer's slots and the rings. `lock` is the store's."""
 
-    def __init__(self, path, layout, lock, index, writer, capacity, rings):
+    def __init__(self, path, layout, lock, index, writer, capacity, rings, backend):
         self._path, self._layout, self._lock = path, layout, lock
         self._index, self._writer, self._capacity = index, writer, capacity
-        self._regions = Regions(rings)
+        self._regions = Regions(rings, backend)
         self.watch = None               # told what is read, for the owners
         self._writing = []              # [(batch, slots)] whose blocks the index does not know
         self.counts = {"matched_blocks": 0, "asked_blocks": 0, "hit_blocks": 0,
                        "missed_blocks": 0, "lost_blocks": 0, "stored_blocks": 0,
                        "already_stored_blocks": 0, "refused_blocks": 0}
+
+    @property
+    def staging_reason(self):
+        """Why payload is copied once more, or None."""
+        return self._regions.staging_reason
 
     def read(self, ring, keys, pool, block_ids):
         keys, ids = self._arguments(ring, keys, pool, block_ids)
@@ -43,7 +48,7 @@ class Requests:
             self.harvest()
             found_ns = time.monotonic_ns()
             blocks = self._index.find(keys, now_s())
-        self.watch.note_reads(blocks[blocks["status"] == -errno.EINPROGRESS])
+        self.watch.note_reads(blocks)
         return self._submit(ring, False, blocks, pool, ids, self._read_drained, _usable_prefix,
                             found_ns)
 

@@ -17,6 +17,8 @@ import threading
 import warnings
 import weakref
 
+import numpy as np
+
 from kvio._ext import ring as _ring
 from kvio.completion import Transfer
 from kvio.errors import (BackendUnavailable, Busy, Closed, InvalidArgument, StoreError, checked_int,
@@ -70,7 +72,7 @@ class BlockStore:
         self._ring_numbers = itertools.count()
         self._closed = self._ended = False      # refuses calls; has given everything back
         self._requests = Requests(path, layout, self._lock, self._index, self._writer,
-                                  self._capacity, self._rings)
+                                  self._capacity, self._rings, backend)
         self._requests.watch = self._watch
         self._harvest, self._forget = self._requests.harvest, self._requests.forget
 
@@ -83,8 +85,8 @@ class BlockStore:
              create: bool = True) -> "BlockStore":
         """Open the store in directory `path`, making it (not its parents) if `create`.
 
-        backend: "uring", "threads", or "auto" (the first that this machine allows; a fall-back
-            warns and is named in `backend_reason`).
+        backend: "uring", "threads", "usrbio" (for a path on 3FS), or "auto" (the best that path
+            and machine allow; a fall-back warns and is named in `backend_reason`).
         verify: "always" checks the CRC of every payload that is read. "never" looks at the header
             again instead, and is allowed in a durable store only; blocks that an earlier opener
             wrote without durability are still checked.
@@ -113,13 +115,15 @@ class BlockStore:
             path = os.path.abspath(os.fsdecode(path))
         except TypeError:
             raise InvalidArgument(f"path must be a str or os.PathLike, not {path!r}") from None
-        backend, reason = choose_backend(backend)
+        backend, reason, mount = choose_backend(backend, path)
         description = describe(path, layout, segment_bytes, create)
         store = cls(path, layout, description, backend=backend, backend_reason=reason,
                     verify=verify, durability=durability, capacity_bytes=capacity_bytes,
                     queue_depth=choose_queue_depth(path, queue_depth),
                     direct_io=choose_direct_io(os.path.join(path, JSON_NAME), direct_io),
                     iopoll=iopoll, sqpoll=sqpoll, dead_after_s=dead_after_s, poll_s=poll_s)
+        if mount:
+            store._files.set_mount(mount)
         store._load()
         _open_stores.add(store)
         return store
@@ -160,6 +164,20 @@ class BlockStore:
             self._requests.counts["asked_blocks"] += len(keys)
             self._requests.counts["matched_blocks"] += count
         return count
+
+    def contains(self, keys) -> np.ndarray:
+        """bool per key: is it stored, whatever its ancestors? Advisory, as `match` is."""
+        keys = as_keys(keys)
+        with self._lock:
+            self._check_open()
+            self._harvest()
+            return self._index.find(keys) >= 0
+
+    def forget(self, keys) -> None:
+        """Drop blocks that this store object has written; others stay. Their slots are used
+        again; until then their bytes are on disk, and whoever opens the store finds them."""
+        self._check_open()
+        self._requests.forget(keys)
 
     def read(self, keys, pool, block_ids) -> Transfer:
         """Read blocks into pool blocks; `wait` gives the length of the usable prefix.
@@ -238,8 +256,10 @@ class BlockStore:
                                   int(read_bytes_per_s), int(write_bytes_per_s), int(window_ns),
                                   *self._polls)
             except OSError as failed:
-                raise BackendUnavailable(failed.errno, f"cannot open another ring ({self.backend})"
-                                         ": close some, or raise ulimit -n and -l") from failed
+                remedy = "is /dev/shm full, or the 3FS daemon gone?" if self.backend == "usrbio" \
+                    else "close some, or raise ulimit -n and -l"
+                raise BackendUnavailable(failed.errno, "cannot open another ring "
+                                         f"({self.backend}): {remedy}") from failed
             ring = Ring(self, name or f"ring{next(self._ring_numbers)}", ring)
             self._rings.add(ring)
         ring._announce()
@@ -269,7 +289,8 @@ class BlockStore:
                 "direct_io": all(direct) if direct else None,
                 "direct_io_reason": self._direct_io_reason,
                 "queue_depth": self.queue_depth, "queue_depth_reason": self.queue_depth_reason,
-                "plain_buffers_reason": ", ".join(errno_name(code) for code in codes) or None,
+                "plain_buffers_reason": ", ".join(errno_name(code) for code in codes)
+                or self._requests.staging_reason,
                 "blocks": len(self._index),
                 "segments": sharing["foreign_segments"] + len(self._writer.segments),
                 "own_segments": len(self._writer.segments),

@@ -157,7 +157,8 @@ class Watch:
             if path is None or os.path.exists(path):    # closing; or this file system counts oddly
                 continue
             self._files.retire(number)
-            self._writer.lose(number)
+            if not self._writer.lose(number):           # another thread's refresh() was faster
+                continue
             self._index.drop_segment(number)
             self._counts["zombie_segments"] += 1
             self._retired = True
@@ -368,10 +369,7 @@ class Watch:
                 self._poll("gone", only=writer)
             if not writer.gone:
                 return False
-            try:
-                os.unlink(os.path.join(self._folder, name))
-            except FileNotFoundError:
-                pass
+            _delete(os.path.join(self._folder, name))
             self._listed.discard(name)
             self._forget(name)
             self._note_gone()
@@ -382,9 +380,10 @@ class Watch:
     # ---- touches ----
 
     def note_reads(self, blocks) -> None:
-        """Blocks (rows of BLOCK_IO) that are being read: owners of foreign ones will be told."""
+        """Places (rows of BLOCK_IO) that are being read: owners of foreign ones will be told."""
         if self._names:
-            self._touches.note(blocks["key"][self._foreign[blocks["segment"]]], time.monotonic())
+            found = blocks[blocks["status"] == -errno.EINPROGRESS]
+            self._touches.note(found["key"][self._foreign[found["segment"]]], time.monotonic())
 
     def merge_touches(self) -> int:
         """What others have read lately counts as used here; how many own places were touched."""
@@ -410,3 +409,19 @@ class Watch:
                     "writers_dead": dead, "writers_closed": closed,
                     "foreign_segments": len(self._names),
                     **self._files.watch_stats(), **self._touches.counts}
+
+
+def _delete(path):
+    """Unlink a file and give its space back at once, though others have it open: what they still
+    read there is short, which is a miss."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        os.unlink(path)
+        os.ftruncate(fd, 0)
+    except FileNotFoundError:               # somebody else was faster
+        pass
+    finally:
+        os.close(fd)

@@ -54,7 +54,7 @@ class Writer:
         self.slots_used = 0             # handed out or valid
         self.span = 0                   # used at least once
         self._next_number = 0           # of a file: never used twice, also if segments are lost
-        self._full_until, self._retry_s = 0.0, 0
+        self._full_until, self._retry_s, self._full_errno = 0.0, 0, errno.ENOSPC
         self._lock = threading.RLock()
 
     def place(self, ring, count: int) -> tuple[np.ndarray, int]:
@@ -108,8 +108,11 @@ class Writer:
                 if segment.ring is ring or segment.ring is None]
 
     def _shortest_fit(self, ring, count):
-        best, best_length = None, 1 << 62
+        best, best_length, looks = None, 1 << 62, 16
         for segment in self.segments:
+            looks -= best is not None           # of many segments some will do
+            if looks < 0:
+                break
             if segment.slots.lengths >> min(count, 63) and \
                     (segment.ring is ring or segment.ring is None):
                 length = segment.slots.fit(count)
@@ -149,7 +152,7 @@ class Writer:
                 if room >= least:
                     return self._extend(segment, min(count, room))
         if full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(self._full_errno, os.strerror(self._full_errno))
         try:
             segment = self._create()
         except OSError as failed:
@@ -205,7 +208,7 @@ class Writer:
         if code in FULL and now >= self._full_until:
             again = now < self._full_until + self._retry_s
             self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S) if again else _RETRY_S
-            self._full_until = now + self._retry_s
+            self._full_until, self._full_errno = now + self._retry_s, code
 
     def _disk_is_full(self):
         return time.monotonic() < self._full_until
@@ -324,14 +327,15 @@ class Writer:
             segment = self._by_number.get(number)
             return segment and segment.path
 
-    def lose(self, number: int) -> None:
-        """The file of this segment is gone: it is not written any more."""
+    def lose(self, number: int) -> bool:
+        """The file of this segment is gone: it is not written any more. False if that is known."""
         with self._lock:
             segment = self._by_number.pop(number, None)
             if segment is not None:
                 self.segments.remove(segment)
                 self.slots_used -= segment.slots.num_flying + segment.slots.num_valid
                 self.span -= segment.slots.next
+            return segment is not None
 
     def finish(self) -> None:
         """All I/O has ended: give back the space that was reserved and not used."""

@@ -266,7 +266,7 @@ def test_the_budget_is_exact(tmp_path, clock):
         for seed in range(40):
             put(store, chain(int(rng.integers(1, 20)), seed))
             used = exact(store)
-            assert used <= 50 and store.stats()["used_bytes"] == used * STRIDE == len(store) * STRIDE
+            assert store.stats()["used_bytes"] == used * STRIDE and used == len(store) <= 50
             assert store._writer.span <= 50
         assert store.stats()["capacity_bytes"] == 50 * STRIDE + 5
         assert used >= 50 - 50 // 4
@@ -400,6 +400,17 @@ def test_dead_segments_with_pinned_blocks_or_own_ancestors_stay(tmp_path, clock)
             assert [store.match(keys) for keys in chains] == [10, 10, 0]
             assert (attempt(store, branch(chains[1], 30, seed=8)) == 0).sum() == 10
             assert [store.match(keys) for keys in chains] == [10, 10, 0]
+
+
+def test_a_dead_segment_that_cannot_be_deleted_fails_no_write(tmp_path):
+    left_behind(tmp_path, 2)
+    with small(tmp_path, 25) as store:
+        watch = store._capacity._watch = Dead(store)
+        watch.reclaim = lambda number: os.unlink("/nonexistent/segment")
+        assert attempt(store, chain(10)).tolist() == [0] * 5 + [-errno.ENOSPC] * 5
+        watch.reclaim = lambda number: False        # it has come back to life
+        assert (attempt(store, chain(3, seed=1)) == 0).all()
+        assert store.stats()["reclaimed_segments"] == 0
 
 
 # ---- figures

@@ -164,4 +164,4 @@ def test_kill_9_while_evicting(tmp_path, backend, durability):
             figures = store.stats()
             assert found and figures["headers_damaged"] == 0
             assert figures["lost_blocks"] == 0, "a valid header without its payload"
-            assert 30 <= figures["blocks"] <= 60 * 2        # two rings at worst
+            assert figures["blocks"] <= 60 * 2              # two rings at worst

@@ -12,7 +12,7 @@ import pytest
 from blocks import LAYOUT, Blocks, chain, get, open_store, put, readable
 from kvio._ext import ring as _ring
 from kvio.storage import writer
-from test_capacity import Dead, attempt, exact, left_behind
+from test_capacity import attempt, exact, left_behind
 
 MOUNTS = {"tmpfs": ["-t", "tmpfs", "-o", "size=3m", "tmpfs"], "ext4": ["-o", "loop"]}
 
@@ -86,7 +86,6 @@ def test_a_full_disk_with_all_pinned_fails_new_blocks_alone(disk, backend):
 def test_a_full_disk_takes_what_dead_writers_left_first(disk):
     chains = left_behind(disk, 6, blocks=30)
     with open_store(disk, segment_bytes=1 << 20) as store:
-        store._capacity._watch = Dead(store)
         get(store, chains[5])
         own = []
         while store.stats()["reclaimed_segments"] < 5:
