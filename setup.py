@@ -63,8 +63,9 @@ modules = [
     extension("ring", ["ring_thread.c", "ring_batch.c", "ring_format.c", "ring_io.c",
                        "ring_keeper.c", "ring_read.c", "ring_run.c", "ring_stats.c",
                        "ring_threads.c", "ring_uring.c", "ring_usrbio.c", "ring_usrbio_lib.c",
-                       "ring_usrbio_mem.c", "ring_write.c", "crc32c.c"],
-              macros=[("KVIO_HAVE_URING", "1")] if uring else [], link=[*([uring] if uring else []), "-ldl"]),
+                       "ring_usrbio_mem.c", "ring_usrbio_open.c", "ring_write.c", "crc32c.c"],
+              macros=[("KVIO_HAVE_URING", "1")] if uring else [],
+              link=[*([uring] if uring else []), "-ldl"]),
 ]
 setup(cmdclass={"build_ext": BuildExt}, ext_modules=cythonize(
     modules, language_level=3, build_dir="build/cython", include_path=["kvio/_ext"],
