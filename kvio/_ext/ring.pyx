@@ -115,7 +115,7 @@ def scan_headers(const uint8_t[::1] headers not None, const uint8_t[::1] uuid no
 
 
 def usrbio_load():
-    """Open the library of 3FS, once; (0, "") or (errno, what is missing and where it was sought)."""
+    """Open the library of 3FS, once; (0, "") or (errno, what is missing and where it was)."""
     cdef char why[2048]
     cdef int rc
     with nogil:

@@ -2,9 +2,10 @@
 #ifndef KVIO_RING_USRBIO_H
 #define KVIO_RING_USRBIO_H
 /*
- * The interface of libhf3fs_api_shared.so in kvio's own words, and what the three files of the
+ * The interface of libhf3fs_api_shared.so in kvio's own words, and what the four files of the
  * back end share: ring_usrbio_lib.c (library, registered files), ring_usrbio_mem.c (memory that
- * the 3FS daemon can reach), ring_usrbio.c (the rings).
+ * the 3FS daemon can reach), ring_usrbio_open.c (a ring from beginning to end), ring_usrbio.c (its
+ * operations).
  */
 #include <limits.h>
 
@@ -118,5 +119,40 @@ static inline uint8_t *usrbio_stage_at(const struct usrbio_stage *stage, int slo
 {
 	return stage->iov->iov.base + (size_t)slot * stage->slot_nbytes;
 }
+
+struct flight {
+	struct io *io;			/* NULL: free */
+	struct usrbio_stage *stage;	/* NULL: straight into the pool */
+	struct usrbio_iov *iov;
+	int slot;
+};
+
+struct usrbio {
+	const struct usrbio_lib *lib;
+	struct hf3fs_ior ior[DIRECTIONS];
+	bool has_ior[DIRECTIONS], prepared[DIRECTIONS];
+	uint32_t flying[DIRECTIONS];
+	struct flight *flights;		/* as many as the queue is deep */
+	uint16_t *free_flights;
+	uint32_t num_free;
+	uint32_t refusals;
+	struct io *later, **later_tail;	/* the ring or the staging memory was full */
+	struct io *failed;		/* with their result, to be completed in wait */
+	struct usrbio_stage pages, payload;
+	struct usrbio_iov *iovs[MAX_SLICES];
+	uint8_t dirty[MAX_SEGMENTS / 8];	/* files whose length is not synced */
+	/* Shared with the helper, which syncs, and with those who wake the ring. */
+	pthread_mutex_t lock;
+	pthread_cond_t news, work;
+	atomic_bool woken;
+	bool stop, has_helper;
+	pthread_t helper;
+	struct io *jobs, **jobs_tail, *synced;
+};
+
+/* ring_usrbio.c */
+void usrbio_start(struct kvio_ring *ring, struct io *io);
+void usrbio_wait(struct kvio_ring *ring, int64_t timeout_ns);
+void usrbio_wake(struct kvio_ring *ring);
 
 #endif

@@ -9,8 +9,8 @@ from kvio.errors import errno_name
 __all__ = ["Regions"]
 
 _numbers = itertools.count(1)
-_STAGED = ("a pool without a name in /dev/shm is out of reach for 3FS: payload is copied through the "
-           "ring's own memory; make it with BlockPool(..., named=True)")
+_STAGED = ("a pool without a name in /dev/shm is out of reach for 3FS: payload is copied through "
+           "the ring's own memory; make it with BlockPool(..., named=True)")
 
 
 class Regions:
@@ -54,8 +54,8 @@ class Regions:
             return
         self._announced = True
         if not self._usrbio:
-            text = (f"pool memory could not be registered with io_uring ({errno_name(code)}): plain "
-                    "buffers serve, at more CPU per byte; raise the locked-memory limit "
+            text = (f"pool memory could not be registered with io_uring ({errno_name(code)}): "
+                    "plain buffers serve, at more CPU per byte; raise the locked-memory limit "
                     "(ulimit -l)")
         elif code:
             text = (f"pool memory could not be registered with 3FS ({errno_name(code)}): payload "

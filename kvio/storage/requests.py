@@ -1,5 +1,6 @@
 """Reads and writes of a store, from their arguments to what follows their end."""
 import errno
+import time
 
 import numpy as np
 

@@ -171,7 +171,7 @@ class BlockStore:
         with self._lock:
             self._check_open()
             self._harvest()
-            return self._index.find(keys) >= 0
+            return self._index.find(keys)["status"] != -errno.ENOENT
 
     def forget(self, keys) -> None:
         """Drop blocks that this store object has written; others stay. Their slots are used

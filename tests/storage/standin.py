@@ -17,7 +17,8 @@ def build(folder):
     if not compiler:
         return None
     preloaded, flags = os.environ.get("LD_PRELOAD", ""), []
-    for name, flag in (("libasan", "-fsanitize=address,undefined"), ("libtsan", "-fsanitize=thread")):
+    for name, flag in (("libasan", "-fsanitize=address,undefined"),
+                       ("libtsan", "-fsanitize=thread")):
         flags += [flag] if name in preloaded else []
     path = os.path.join(folder, "libhf3fs_api_shared.so")
     subprocess.run([compiler, "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror",

@@ -1,5 +1,6 @@
 """When a store uses 3FS, and what it says where it cannot. A stand-in plays 3FS."""
 import errno
+import io
 import os
 import shutil
 import subprocess
@@ -111,10 +112,17 @@ def test_a_huge_limit_of_open_files_is_refused(tmp_path, standin):
     """The library would take memory for each of them."""
     source, library = tmp_path / "limit.c", tmp_path / "limit.so"
     source.write_text("""
-#include <stddef.h>
+#define _GNU_SOURCE
 #include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 int getrlimit(__rlimit_resource_t which, struct rlimit *out)
-{ out->rlim_cur = 1024; out->rlim_max = 1073741816; return 0; }
+{
+    long rc = syscall(SYS_prlimit64, 0, which, 0, out);
+    if (which == RLIMIT_NOFILE)
+        out->rlim_max = 1073741816;
+    return rc;
+}
 """)
     subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True,
                    env={**os.environ, "LD_PRELOAD": ""})
@@ -210,8 +218,9 @@ def test_mounts_are_those_of_the_kernels_table(monkeypatch):
     real = open
 
     def fake(path, *args, **options):
-        import io
-        return io.StringIO(table) if path == "/proc/self/mountinfo" else real(path, *args, **options)
+        if path == "/proc/self/mountinfo":
+            return io.StringIO(table)
+        return real(path, *args, **options)
     monkeypatch.setattr("builtins.open", fake)
     assert usrbio.mount_points() == ["/3fs/one two", "/3fs/sub"]
     monkeypatch.setattr(usrbio.os.path, "exists", lambda path: True)

@@ -20,7 +20,7 @@ static int64_t move(struct ring *ring, const struct job *job, struct iov *iov)
 		if (hole >= 0 && hole < (off_t)(job->off + len) && hole < end)
 			return -ENODATA;
 	}
-	/* 3FS knows no alignment, the file that plays it may be O_DIRECT: short only in its word. */
+	/* 3FS knows no alignment, the file that plays it may be O_DIRECT: all is moved. */
 	moved = ring->for_read ? pread(job->fd, at, len, (off_t)job->off)
 			       : pwrite(job->fd, at, len, (off_t)job->off);
 	if (fault(SHORT, ring->for_read ? 1 : 2, &value) && value < moved) {
