@@ -85,7 +85,7 @@ SMOKE = ("disk-64k", "tmpfs-1m", "durable-1m", "latency-4m")
 def compile_floors(folder):
     """What cannot be compiled is missing, and its contenders say so."""
     folder, here = Path(folder), Path(__file__).parent
-    for name, flags in (("uring_floor", ["-luring", "-pthread"]), ("read_floor", [])):
+    for name, flags in (("storage_floor", ["-luring", "-pthread"]), ("read_floor", [])):
         with contextlib.suppress(FileNotFoundError):
             subprocess.run([os.environ.get("CC", "cc"), "-O3", "-shared", "-fPIC",
                             here / f"{name}.c", "-o", folder / name, *flags], capture_output=True)

@@ -81,8 +81,11 @@ def options(**wanted):
 
 
 def pages(count, nbytes):
-    """Page-aligned memory that has been touched: one row a block."""
-    rows = np.frombuffer(mmap.mmap(-1, count * nbytes), np.uint8).reshape(count, nbytes)
+    """Memory in huge pages where the kernel has them (as that of kvio's pools) that has been
+    touched: one row a block."""
+    memory = mmap.mmap(-1, -(-count * nbytes >> 21) << 21, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    rows = np.frombuffer(memory, np.uint8)[:count * nbytes].reshape(count, nbytes)
     rows[:] = 1
     return rows
 
@@ -236,12 +239,12 @@ class KvioOne(Kvio):
 # ---- floors
 
 class Floor(Contender):
-    """Code from uring_floor.c."""
+    """Code from storage_floor.c."""
 
     def setup(self):
-        path = os.path.join(self.setting.built, "uring_floor")
+        path = os.path.join(self.setting.built, "storage_floor")
         if not os.path.exists(path):
-            raise Missing("uring_floor.c was not built: needs a C compiler and liburing-dev")
+            raise Missing("storage_floor.c was not built: needs a C compiler and liburing-dev")
         self.library = ctypes.CDLL(path)
         self.rows = pages(max(4, self.setting.depth), self.setting.nbytes)
         self.open()
