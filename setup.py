@@ -61,9 +61,10 @@ uring = liburing()
 modules = [
     extension("block", ["blake2b.c", *CRC32C, "geometry.c"]),
     extension("nic", ["nicbase.c", "batch.c", "softnic.c", "softfabric.c"]),
-    extension("ring", ["ring_thread.c", "ring_batch.c", "ring_format.c", "ring_io.c",
-                       "ring_keeper.c", "ring_read.c", "ring_run.c", "ring_stats.c",
-                       "ring_threads.c", "ring_uring.c", "ring_write.c", *CRC32C],
+    extension("ring", ["ring_thread.c", "ring_batch.c", "ring_commit.c", "ring_format.c",
+                       "ring_io.c", "ring_keeper.c", "ring_read.c", "ring_run.c",
+                       "ring_segment.c", "ring_stats.c", "ring_threads.c", "ring_uring.c",
+                       "ring_write.c", *CRC32C],
               macros=[("KVIO_HAVE_URING", "1")] if uring else [], link=[uring] if uring else []),
 ]
 setup(cmdclass={"build_ext": BuildExt}, ext_modules=cythonize(

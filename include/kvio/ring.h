@@ -84,6 +84,14 @@ struct kvio_segment_params {
 int kvio_store_new(struct kvio_store **out, const struct kvio_store_params *params);
 /* Returns the segment's index. */
 int kvio_store_add_segment(struct kvio_store *store, const struct kvio_segment_params *params);
+/*
+ * Nobody writes this segment any more (its writer has closed) and the index has been brought up
+ * to date since: places that are looked up from now on (kvio_ring_batch_params.found_ns) need no
+ * second look at their header. There is no way back.
+ */
+int kvio_segment_final(struct kvio_store *store, uint32_t index);
+/* 1 if the file is O_DIRECT and its file system means it; tmpfs takes the flag and copies. */
+int kvio_file_is_direct(int fd);
 /* Reserves disk space; -EOPNOTSUPP, -ENOSPC, -EFBIG as the file system says. */
 int kvio_allocate(int fd, uint64_t offset, uint64_t nbytes);
 /* Stops the keeper after a last page 1 and closes all files. No ring may be open. */
@@ -96,11 +104,16 @@ void kvio_store_free(struct kvio_store *store);
 
 struct kvio_ring;
 enum kvio_backend { KVIO_BACKEND_URING = 1, KVIO_BACKEND_THREADS = 2 };
+/* Wishes: what the machine refuses is done the usual way, and stats say why. */
+enum kvio_ring_flags {
+	KVIO_RING_IOPOLL = 1,		/* payload of O_DIRECT files by a ring that is polled */
+	KVIO_RING_SQPOLL = 2,		/* a kernel thread submits */
+};
 struct kvio_ring_params {
 	uint32_t backend;		/* enum kvio_backend */
 	uint32_t queue_depth;		/* device operations in flight */
 	uint32_t io_bytes;		/* a larger block is split, neighbours merge up to this */
-	uint32_t reserved;
+	uint32_t flags;			/* enum kvio_ring_flags */
 	uint64_t read_bytes_per_s;	/* emulated SNIC bandwidth; 0: as fast as the device */
 	uint64_t write_bytes_per_s;
 	uint64_t window_ns;		/* of kvio_ring_windows() */
@@ -116,6 +129,13 @@ struct kvio_ring_stats {
 	uint64_t fixed_ios, registered_bytes;		/* through registered buffers */
 	uint64_t register_errno;			/* why some region is not registered */
 	uint64_t setup_flags;				/* IORING_SETUP_* in force */
+	uint64_t check_reads;		/* header pages read again for verify=never */
+	uint64_t memory_checks;		/* blocks compared with memory instead */
+	uint64_t async_ios;		/* copies handed to the kernel's workers */
+	uint64_t poll_ios;		/* completed by the polled ring */
+	uint64_t poll_setup_flags;	/* IORING_SETUP_* of the polled ring; 0: there is none */
+	uint64_t poll_errno, sqpoll_errno;	/* why a wish was not granted */
+	uint64_t waits;			/* times the thread waited in the kernel */
 };
 /* What the tests inject: the next `count` matching operations after `skip` get `result`. */
 struct kvio_fault {
@@ -159,6 +179,7 @@ struct kvio_ring_batch_params {
 	uint64_t region;		/* number of the region, never reused; 0: do not register */
 	uint64_t region_addr;
 	uint64_t region_nbytes;
+	int64_t found_ns;		/* CLOCK_MONOTONIC before places were looked up; 0: old */
 	const struct kvio_block_io *blocks;	/* copied */
 };
 /* Submits; the ring completes it on its own. The caller owns one reference. An empty batch

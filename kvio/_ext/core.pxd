@@ -201,6 +201,8 @@ cdef extern from "kvio/ring.h" nogil:
         uint8_t uuid[16]
     int kvio_store_new(kvio_store **out, const kvio_store_params *params)
     int kvio_store_add_segment(kvio_store *store, const kvio_segment_params *params)
+    int kvio_segment_final(kvio_store *store, uint32_t index)
+    int kvio_file_is_direct(int fd)
     int kvio_allocate(int fd, uint64_t offset, uint64_t nbytes)
     void kvio_store_stop(kvio_store *store)
     uint64_t kvio_store_page1_writes(const kvio_store *store)
@@ -210,11 +212,14 @@ cdef extern from "kvio/ring.h" nogil:
     enum kvio_backend:
         KVIO_BACKEND_URING
         KVIO_BACKEND_THREADS
+    enum kvio_ring_flags:
+        KVIO_RING_IOPOLL
+        KVIO_RING_SQPOLL
     struct kvio_ring_params:
         uint32_t backend
         uint32_t queue_depth
         uint32_t io_bytes
-        uint32_t reserved
+        uint32_t flags
         uint64_t read_bytes_per_s
         uint64_t write_bytes_per_s
         uint64_t window_ns
@@ -229,6 +234,10 @@ cdef extern from "kvio/ring.h" nogil:
         uint64_t fixed_ios, registered_bytes
         uint64_t register_errno
         uint64_t setup_flags
+        uint64_t check_reads, memory_checks, async_ios
+        uint64_t poll_ios, poll_setup_flags
+        uint64_t poll_errno, sqpoll_errno
+        uint64_t waits
     struct kvio_fault:
         uint32_t op_mask
         uint32_t skip
@@ -255,6 +264,7 @@ cdef extern from "kvio/ring.h" nogil:
         uint64_t region
         uint64_t region_addr
         uint64_t region_nbytes
+        int64_t found_ns
         const kvio_block_io *blocks
     int kvio_ring_batch_submit(kvio_ring_batch **out, kvio_ring *ring,
                              const kvio_ring_batch_params *params)

@@ -41,6 +41,11 @@ def allocate(int fd, uint64_t offset, uint64_t nbytes):
     return -rc
 
 
+def is_direct(int fd):
+    """Is the file O_DIRECT, on a file system that means it? (tmpfs takes the flag and copies.)"""
+    return bool(check(kvio_file_is_direct(fd)))
+
+
 def encode_header(const uint8_t[::1] block not None, const uint8_t[::1] uuid not None,
                   uint64_t nbytes):
     """The 128 bytes of a block header. For the tests."""
@@ -96,7 +101,7 @@ def scan_headers(const uint8_t[::1] headers not None, const uint8_t[::1] uuid no
 cdef class Store:
     """The open files of a store, and the thread that keeps page 1 of its own segments."""
     cdef kvio_store *_store
-    cdef readonly uint64_t num_rings
+    cdef public bint direct_io              # whether segments are opened with O_DIRECT
 
     def __cinit__(self, uint64_t block_nbytes, uint64_t slot_stride, uint64_t payload_offset,
                   uint32_t slots, uint32_t header_pages, bint verify, bint durable):
@@ -105,6 +110,7 @@ cdef class Store:
         params.payload_offset = payload_offset
         params.slots, params.header_pages = slots, header_pages
         params.verify, params.durable = verify, durable
+        self.direct_io = True
         check(kvio_store_new(&self._store, &params))
 
     def __dealloc__(self):
@@ -117,6 +123,11 @@ cdef class Store:
         params.fd, params.own = fd, own
         memcpy(params.uuid, &uuid[0], 16)
         return check(kvio_store_add_segment(self._store, &params))
+
+    def set_final(self, uint32_t number):
+        """Nobody writes this segment any more, and the index is up to date with it: reads that
+        look their blocks up from now on trust the index. Never taken back."""
+        check(kvio_segment_final(self._store, number))
 
     @property
     def page1_writes(self):
@@ -136,11 +147,12 @@ cdef class Ring:
 
     def __cinit__(self, Store store not None, str backend not None, uint32_t queue_depth,
                   uint32_t io_bytes, uint64_t read_bytes_per_s, uint64_t write_bytes_per_s,
-                  uint64_t window_ns=1000000000):
+                  uint64_t window_ns=1000000000, bint iopoll=False, bint sqpoll=False):
         cdef kvio_ring_params params
         cdef int rc
         params.backend, params.queue_depth = BACKENDS[backend], queue_depth
         params.io_bytes, params.window_ns = io_bytes, window_ns
+        params.flags = (KVIO_RING_IOPOLL if iopoll else 0) | (KVIO_RING_SQPOLL if sqpoll else 0)
         params.read_bytes_per_s = read_bytes_per_s
         params.write_bytes_per_s = write_bytes_per_s
         self._store, self.window_ns = store, window_ns
@@ -158,9 +170,10 @@ cdef class Ring:
         return self._ring
 
     def submit(self, bint write, blocks, uint64_t region, uint64_t region_addr,
-               uint64_t region_nbytes, Batch batch=None):
+               uint64_t region_nbytes, Batch batch=None, int64_t found_ns=0):
         """Submit an array of BLOCK_IO (copied); returns its Batch. A `Batch()` made before can be
-        given, so that who holds the memory holds the batch before the device has it."""
+        given, so that who holds the memory holds the batch before the device has it. `found_ns`:
+        time.monotonic_ns() before the places were looked up; see `Store.set_final`."""
         cdef kvio_ring_batch_params params
         cdef kvio_ring *ring = self.opened()
         cdef Py_buffer view
@@ -173,6 +186,7 @@ cdef class Ring:
         params.write, params.count = write, <uint32_t>(view.len // sizeof(kvio_block_io))
         params.region, params.region_addr = region, region_addr
         params.region_nbytes = region_nbytes
+        params.found_ns = found_ns
         params.blocks = <const kvio_block_io *>view.buf
         # With the GIL: close() must not free the ring under us. The ring's thread never needs it.
         rc = kvio_ring_batch_submit(&batch._batch, ring, &params)
@@ -201,6 +215,15 @@ cdef class Ring:
             return 0
         kvio_ring_get_stats(self._ring, &stats)
         return stats.register_errno
+
+    def refused(self):
+        """[(name, errno)] of the polling that was asked for and is not had."""
+        cdef kvio_ring_stats stats
+        if self._ring is NULL:
+            return []
+        kvio_ring_get_stats(self._ring, &stats)
+        return [(name, code) for name, code in
+                (("iopoll", stats.poll_errno), ("sqpoll", stats.sqpoll_errno)) if code]
 
     def stats(self):
         cdef kvio_ring_stats stats

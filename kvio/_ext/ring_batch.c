@@ -39,6 +39,7 @@ static struct kvio_ring_batch *batch_new(const struct kvio_ring_batch_params *pa
 	batch->write = params->write;
 	batch->count = params->count;
 	batch->region = params->region;
+	batch->found_ns = params->found_ns;
 	batch->region_addr = params->region_addr;
 	batch->region_nbytes = params->region_nbytes;
 	pthread_mutex_init(&batch->lock, NULL);
@@ -100,10 +101,10 @@ int kvio_ring_batch_submit(struct kvio_ring_batch **out, struct kvio_ring *ring,
 		rc = ring->stop ? -ESHUTDOWN : 0;
 		batch->submitted_ns = now_ns();
 		if (rc == 0 && nothing) {
-			ring->stats.batches_submitted++;
-			ring->stats.batches_completed++;
+			stats_add(&ring->stats.batches_submitted, 1);	/* under the lock */
+			__atomic_fetch_add(&ring->stats.batches_completed, 1, __ATOMIC_RELAXED);
 		} else if (rc == 0) {
-			ring->stats.batches_submitted++;
+			stats_add(&ring->stats.batches_submitted, 1);
 			atomic_fetch_add(&ring->batches_in_flight, 1);
 			if (!batch->write) {
 				atomic_fetch_add(&ring->queued_bytes, batch->nbytes);

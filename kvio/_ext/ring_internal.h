@@ -4,7 +4,8 @@
 /*
  * What the ring's files share. Who may touch what:
  *   - struct run, struct io, header images, queues: the ring's own thread alone, no lock;
- *   - inbox, faults, counters, windows: ring->lock;
+ *   - counters and windows: written by the ring's thread alone, relaxed, so that others may look;
+ *   - inbox, faults, growing windows: ring->lock;
  *   - page 1 of a segment: segment->lock;
  *   - a batch's end: batch->lock.
  * A segment is written by one ring at a time (kvio/storage/writer.py hands them out).
@@ -34,16 +35,26 @@ struct run;
 
 /* Runs that wait for one device operation (a header page or an fdatasync) and share it. */
 struct commit {
+	struct commit *next;	/* in ring->gated, or among the spare ones */
+	struct commit *chained;	/* reads: in ring->checks */
+	struct kvio_segment *segment;
 	struct run *waiting;	/* go with the next one */
 	struct run *flying;	/* go with the one in flight */
-	bool in_flight;
+	uint32_t page;		/* header page, from 0 */
+	uint8_t op;		/* IO_WRITE, IO_READ: that page; IO_SYNC */
+	bool in_flight, gated;
 };
 
 struct kvio_segment {
 	int fd;
 	uint32_t index;
 	bool own;
+	bool buffered;		/* the kernel copies: no O_DIRECT, or one that means nothing */
 	uint8_t uuid[KVIO_UUID_BYTES];
+	_Atomic int64_t final_ns;	/* kvio_segment_final(); 0: it may still be written */
+	/* Own: what each slot holds, 0 from before its first step is written until after its
+	 * last: a reader whose payload has come compares, and any newer byte in it shows. */
+	_Atomic uint64_t *generations;
 	/* The owner ring's thread. */
 	uint64_t generation;
 	uint8_t *headers;	/* image of the header pages */
@@ -74,6 +85,8 @@ struct kvio_ring_batch {
 	atomic_bool cancelled, done;
 	bool write;
 	uint32_t count, remaining;
+	uint32_t moving;	/* runs that are neither finished nor wait for a commit */
+	int64_t found_ns;
 	uint64_t region, region_addr, region_nbytes;
 	uint64_t nbytes, tokens;
 	int64_t submitted_ns, completed_ns;
@@ -87,6 +100,9 @@ struct kvio_ring_batch {
 enum step { STEP_NEW, STEP_INVALIDATE, STEP_INVALIDATE_SYNC, STEP_PAYLOAD, STEP_PAYLOAD_SYNC,
 	    STEP_HEADER, STEP_HEADER_SYNC, STEP_CHECK, STEP_DONE };
 
+/* What proves that a payload which was read is the block that was asked for. */
+enum proof { PROOF_CRC, PROOF_MEMORY, PROOF_FINAL, PROOF_HEADER };
+
 /* Blocks of a batch that are adjacent in the file and in memory: the unit of merging, pacing. */
 struct run {
 	struct run *next;
@@ -95,13 +111,13 @@ struct run {
 	uint32_t first, count;		/* elements of the batch */
 	enum step step;
 	uint8_t direction;
+	uint8_t proof;			/* reads: enum proof */
 	uint8_t rereads;
 	int16_t buffer;			/* registered slice, or -1 */
 	uint32_t pending;		/* device operations in flight */
 	int32_t error;
 	int64_t start_ns, end_ns;	/* on the paced link */
 	int64_t busy_ns;
-	uint8_t *page;			/* header page read after the payload (verify=never) */
 };
 
 /* One device operation. */
@@ -143,6 +159,9 @@ struct backend {
 
 struct windows { uint64_t *bytes; int64_t count, room; uint64_t first; };
 
+#define CHECK_CHAINS 64u
+#define MIN_ASYNC_BYTES (256u << 10)	/* a smaller copy is not worth waking a worker */
+
 struct kvio_ring {
 	struct kvio_store *store;
 	struct kvio_ring_params params;
@@ -155,8 +174,18 @@ struct kvio_ring {
 	struct run_list restart;		/* singles of a merged run that failed */
 	struct run_list held;			/* finished, not before end_ns; sorted by it */
 	struct io_list ready, injected;
+	struct commit *gated;			/* have runs that wait, and are not in flight */
+	struct commit *checks[CHECK_CHAINS];	/* reads of header pages, by segment and page */
+	uint64_t gated_bytes;
+	uint32_t gated_runs;
+	bool gates_due;				/* some gate may have to open */
 	struct io *spare_ios;
+	struct run *spare_runs;
+	struct commit *spare_commits;
 	void *spare_pages;
+	int64_t clock_ns;			/* when the thread last woke */
+	uint32_t num_cpus;
+	uint64_t backlog[DIRECTIONS];		/* bytes of queued runs */
 	uint32_t in_flight;			/* device operations */
 	uint32_t active;			/* runs between start and report */
 	uint32_t active_by[DIRECTIONS];
@@ -176,6 +205,7 @@ struct kvio_ring {
 	uint64_t *forget;			/* regions whose memory is gone */
 	uint32_t num_forget;
 	struct kvio_fault faults[MAX_FAULTS];
+	atomic_bool has_faults;
 	struct kvio_ring_stats stats;
 	struct windows windows[DIRECTIONS];
 };
@@ -198,11 +228,29 @@ static inline uint64_t slot_offset(const struct kvio_store *store, uint32_t slot
 	return store->params.payload_offset + (uint64_t)slot * store->params.slot_stride;
 }
 
+/* Counters of the ring's thread: nobody else writes them. */
+static inline void stats_add(uint64_t *counter, uint64_t more)
+{
+	__atomic_store_n(counter, *counter + more, __ATOMIC_RELAXED);
+}
+
+/* Is there more to start as soon as something ends? */
+static inline bool has_backlog(const struct kvio_ring *ring)
+{
+	return ring->ready.head || ring->queue[READ].head || ring->queue[WRITE].head;
+}
+
 int monotonic_cond_init(pthread_cond_t *cond);
 int monotonic_cond_wait(pthread_cond_t *cond, pthread_mutex_t *lock, int64_t deadline_ns);
 
 /* ring_keeper.c */
 void segment_page_changed(struct kvio_store *store, struct kvio_segment *segment, uint32_t page);
+
+/* ring_segment.c */
+int segment_prepare(struct kvio_store *store, struct kvio_segment *segment);
+void segment_release(struct kvio_segment *segment);
+enum proof segment_proof(const struct kvio_ring *ring, const struct kvio_ring_batch *batch,
+			 const struct kvio_block_io *block);
 
 /* ring_batch.c */
 void batch_complete(struct kvio_ring_batch *batch);
@@ -221,6 +269,8 @@ void io_free_spares(struct kvio_ring *ring);
 void runs_plan(struct kvio_ring *ring, struct kvio_ring_batch *batch);
 void runs_cancel(struct kvio_ring *ring, bool all);
 int64_t runs_launch(struct kvio_ring *ring);
+uint64_t run_nbytes(const struct kvio_ring *ring, const struct run *run);
+void batch_less(struct kvio_ring *ring, struct kvio_ring_batch *batch);
 int64_t runs_release(struct kvio_ring *ring);
 bool runs_idle(const struct kvio_ring *ring);
 void run_payload(struct kvio_ring *ring, struct run *run, uint8_t op);
@@ -232,11 +282,17 @@ struct run *run_list_pop(struct run_list *list);
 /* ring_read.c, ring_write.c: a step of this run has ended */
 void read_advance(struct kvio_ring *ring, struct run *run);
 void write_advance(struct kvio_ring *ring, struct run *run);
+void read_checked(struct kvio_ring *ring, struct run *run, const uint8_t *page);
+
+/* ring_commit.c */
+void commit_join(struct kvio_ring *ring, struct run *run, struct commit *commit, enum step step);
 void commit_done(struct kvio_ring *ring, struct io *io, int res);
+void commits_launch(struct kvio_ring *ring);
+struct commit *commit_check(struct kvio_ring *ring, struct kvio_segment *segment, uint32_t page);
+void commits_free(struct kvio_ring *ring);
 
 /* ring_stats.c */
 void stats_run(struct kvio_ring *ring, struct run *run, int64_t when_ns);
-void stats_add(struct kvio_ring *ring, uint64_t *counter, uint64_t more);
 int slices_for(struct kvio_ring *ring, const struct kvio_ring_batch *batch);
 void slices_forget(struct kvio_ring *ring, uint64_t id);
 int slices_reserve(struct kvio_ring *ring, int count);

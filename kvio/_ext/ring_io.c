@@ -71,6 +71,12 @@ void io_free_spares(struct kvio_ring *ring)
 	}
 	while (ring->spare_pages)
 		free(page_get(ring));
+	while (ring->spare_runs) {
+		struct run *run = ring->spare_runs;
+
+		ring->spare_runs = run->next;
+		free(run);
+	}
 }
 
 /* The result that a test has ordered for this operation, or 0. */
@@ -78,6 +84,8 @@ int fault_take(struct kvio_ring *ring, uint32_t op, uint64_t offset, uint64_t nb
 {
 	int result = 0;
 
+	if (!atomic_load_explicit(&ring->has_faults, memory_order_relaxed))
+		return 0;
 	pthread_mutex_lock(&ring->lock);
 	for (int i = 0; i < MAX_FAULTS && result == 0; i++) {
 		struct kvio_fault *fault = &ring->faults[i];
@@ -182,9 +190,9 @@ void io_complete(struct kvio_ring *ring, struct io *io, int res)
 	int rc = io_progress(io, res);
 
 	ring->in_flight--;
-	stats_add(ring, &ring->stats.ios, 1);
+	stats_add(&ring->stats.ios, 1);
 	if (rc == 1) {
-		stats_add(ring, res < 0 ? &ring->stats.retries : &ring->stats.short_ios, 1);
+		stats_add(res < 0 ? &ring->stats.retries : &ring->stats.short_ios, 1);
 		io_start(ring, io);
 		return;
 	}

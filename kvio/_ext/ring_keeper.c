@@ -171,6 +171,12 @@ static struct kvio_segment *segment_new(struct kvio_store *store,
 		segment->page1.epoch = 1;
 		segment->epoch_began_ns = now_ns();
 	}
+	if (segment_prepare(store, segment) < 0) {
+		free(segment->headers);
+		free(segment->pages);
+		free(segment);
+		return NULL;
+	}
 	pthread_mutex_init(&segment->lock, NULL);
 	return segment;
 }
@@ -197,6 +203,7 @@ int kvio_store_add_segment(struct kvio_store *store, const struct kvio_segment_p
 	}
 	pthread_mutex_unlock(&store->lock);
 	if (rc < 0) {
+		segment_release(segment);
 		free(segment->headers);
 		free(segment->pages);
 		free(segment);
@@ -251,6 +258,7 @@ void kvio_store_free(struct kvio_store *store)
 	for (uint32_t i = 0; i < atomic_load(&store->num_segments); i++) {
 		struct kvio_segment *segment = segment_at(store, i);
 
+		segment_release(segment);
 		free(segment->headers);
 		free(segment->pages);
 		free(segment);

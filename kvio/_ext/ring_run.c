@@ -8,6 +8,8 @@
  */
 #include "ring_internal.h"
 
+#define MAX_IO_FACTOR 4u
+
 void run_list_push(struct run_list *list, struct run *run)
 {
 	run->next = NULL;
@@ -38,13 +40,13 @@ static int slice_of(const struct region *region, uint64_t addr)
 		? region->first + (int)((addr - region->addr) / region->slice_bytes) : -1;
 }
 
-/* A run of writes, or of reads that look at headers again, stays within one header page. */
+/* A run of writes, or of reads that look at a header page again, stays within one such page. */
 static bool extends(const struct kvio_ring *ring, const struct run *run,
 		    const struct kvio_block_io *last, const struct kvio_block_io *next,
 		    const struct region *region)
 {
 	uint64_t stride = ring->store->params.slot_stride;
-	bool one_page = run->direction == WRITE || !ring->store->params.verify;
+	bool one_page = run->direction == WRITE || run->proof == PROOF_HEADER;
 
 	return next->segment == last->segment && next->slot == last->slot + 1 &&
 	       next->addr == last->addr + stride && next->flags == last->flags &&
@@ -57,37 +59,65 @@ static void run_report(struct kvio_ring *ring, struct run *run);
 
 static struct run *run_new(struct kvio_ring *ring, struct kvio_ring_batch *batch, uint32_t first)
 {
-	struct run *run = calloc(1, sizeof(*run));
+	const struct kvio_block_io *block = &batch->blocks[first];
+	struct run *run = ring->spare_runs;
 
-	if (run) {
-		run->batch = batch;
-		run->segment = segment_at(ring->store, batch->blocks[first].segment);
-		run->first = first;
-		run->count = 1;
-		run->direction = batch->write ? WRITE : READ;
-	}
+	if (run)
+		ring->spare_runs = run->next;
+	else
+		run = malloc(sizeof(*run));
+	if (run)
+		*run = (struct run){
+			.batch = batch, .segment = segment_at(ring->store, block->segment),
+			.first = first, .count = 1, .direction = batch->write ? WRITE : READ,
+			.proof = batch->write ? 0 : segment_proof(ring, batch, block),
+		};
 	return run;
+}
+
+static void run_free(struct kvio_ring *ring, struct run *run)
+{
+	run->next = ring->spare_runs;
+	ring->spare_runs = run;
+}
+
+uint64_t run_nbytes(const struct kvio_ring *ring, const struct run *run)
+{
+	return run->count * ring->store->params.slot_stride;
+}
+
+/* A run of this batch waits for a commit, or has finished: those that wait may wait no more. */
+void batch_less(struct kvio_ring *ring, struct kvio_ring_batch *batch)
+{
+	if (--batch->moving == 0 && ring->gated)
+		ring->gates_due = true;
 }
 
 static void batch_ends(struct kvio_ring *ring, struct kvio_ring_batch *batch)
 {
-	stats_add(ring, &ring->stats.batches_completed, 1);
+	__atomic_fetch_add(&ring->stats.batches_completed, 1, __ATOMIC_RELAXED);
 	atomic_fetch_sub(&ring->batches_in_flight, 1);
 	batch_complete(batch);
 }
 
-static void unqueue(struct kvio_ring *ring, const struct kvio_ring_batch *batch, uint32_t element)
+static void unqueue(struct kvio_ring *ring, const struct kvio_ring_batch *batch, uint32_t first,
+		    uint32_t count)
 {
-	if (!batch->write) {
-		atomic_fetch_sub(&ring->queued_bytes, ring->store->params.block_nbytes);
-		atomic_fetch_sub(&ring->queued_tokens, batch->blocks[element].tokens);
-	}
+	uint64_t tokens = 0;
+
+	if (batch->write)
+		return;
+	for (uint32_t i = first; i < first + count; i++)
+		tokens += batch->blocks[i].tokens;
+	atomic_fetch_sub(&ring->queued_bytes, count * ring->store->params.block_nbytes);
+	atomic_fetch_sub(&ring->queued_tokens, tokens);
 }
 
 void runs_plan(struct kvio_ring *ring, struct kvio_ring_batch *batch)
 {
 	int index = slices_for(ring, batch);
 	const struct region *region = index < 0 ? NULL : &ring->regions[index];
+	uint64_t *backlog = &ring->backlog[batch->write ? WRITE : READ];
 	struct run *run = NULL;
 	uint32_t last = 0;
 
@@ -99,12 +129,15 @@ void runs_plan(struct kvio_ring *ring, struct kvio_ring_batch *batch)
 		if (run && last + 1 == i &&
 		    extends(ring, run, &batch->blocks[last], block, region)) {
 			run->count++;
+			*backlog += ring->store->params.slot_stride;
 		} else if ((run = run_new(ring, batch, i))) {
 			run->buffer = (int16_t)slice_of(region, block->addr);
 			run_list_push(&ring->queue[run->direction], run);
+			*backlog += ring->store->params.slot_stride;
+			batch->moving++;
 		} else {
 			block->status = batch->status[i] = -ENOMEM;
-			unqueue(ring, batch, i);
+			unqueue(ring, batch, i, 1);
 			batch->remaining--;
 		}
 		last = i;
@@ -117,6 +150,7 @@ void runs_plan(struct kvio_ring *ring, struct kvio_ring_batch *batch)
 
 static void run_begin(struct kvio_ring *ring, struct run *run)
 {
+	ring->backlog[run->direction] -= run_nbytes(ring, run);
 	ring->active++;
 	if (ring->active_by[run->direction]++ == 0)
 		ring->active_since_ns[run->direction] = now_ns();
@@ -155,13 +189,23 @@ static bool device_has_room(const struct kvio_ring *ring)
 	return !ring->ready.head && ring->in_flight < ring->params.queue_depth;
 }
 
+/* Until no gate opens any more: an operation that fails at once can open the next. */
+static void commits_launch_due(struct kvio_ring *ring)
+{
+	do {
+		if (ring->gates_due)
+			commits_launch(ring);
+		io_pump(ring);
+	} while (ring->gates_due);
+}
+
 /* Starts what may start; returns when the next run may, or -1. */
 int64_t runs_launch(struct kvio_ring *ring)
 {
 	int64_t due = -1;
 	bool more = !atomic_load(&ring->paused);
 
-	io_pump(ring);
+	commits_launch_due(ring);
 	while (more && device_has_room(ring)) {
 		more = false;
 		due = -1;
@@ -180,16 +224,39 @@ int64_t runs_launch(struct kvio_ring *ring)
 				more = true;
 			}
 		}
-		io_pump(ring);
+		commits_launch_due(ring);
 	}
 	return due;
 }
 
-/* Payload of all blocks of the run, in pieces of at most io_bytes. */
+/*
+ * How large one device operation is. io_bytes, so that a large block travels in parallel; more
+ * where the queue is full of such anyway, since an operation costs CPU; less where the kernel
+ * copies and there is nothing else for its workers to do.
+ */
+static uint64_t piece_nbytes(const struct kvio_ring *ring, const struct run *run)
+{
+	uint64_t io_bytes = ring->params.io_bytes, nbytes = run_nbytes(ring, run), piece;
+
+	if (!run->segment->buffered) {
+		piece = (ring->backlog[run->direction] + nbytes) / ring->params.queue_depth;
+		if (piece > MAX_IO_FACTOR * io_bytes)
+			piece = MAX_IO_FACTOR * io_bytes;
+		return piece > io_bytes ? piece / KVIO_PAGE * KVIO_PAGE : io_bytes;
+	}
+	if (run->direction == WRITE || has_backlog(ring) || ring->in_flight >= ring->num_cpus)
+		return io_bytes;
+	piece = (nbytes / ring->num_cpus + KVIO_PAGE - 1) / KVIO_PAGE * KVIO_PAGE;
+	if (piece < MIN_ASYNC_BYTES)
+		piece = MIN_ASYNC_BYTES;
+	return piece < io_bytes ? piece : io_bytes;
+}
+
+/* Payload of all blocks of the run. */
 void run_payload(struct kvio_ring *ring, struct run *run, uint8_t op)
 {
 	const struct kvio_block_io *block = &run->batch->blocks[run->first];
-	uint64_t left = run->count * ring->store->params.slot_stride, at = 0;
+	uint64_t left = run_nbytes(ring, run), piece = piece_nbytes(ring, run), at = 0;
 
 	run->step = STEP_PAYLOAD;
 	run->pending = 0;
@@ -206,8 +273,7 @@ void run_payload(struct kvio_ring *ring, struct run *run, uint8_t op)
 		io->buffer = run->buffer;
 		io->addr = (uint8_t *)(uintptr_t)block->addr + at;
 		io->offset = slot_offset(ring->store, block->slot) + at;
-		io->nbytes = (uint32_t)(left < ring->params.io_bytes ? left
-								      : ring->params.io_bytes);
+		io->nbytes = (uint32_t)(left < piece ? left : piece);
 		at += io->nbytes;
 		left -= io->nbytes;
 		run->pending++;
@@ -229,7 +295,7 @@ bool run_split(struct kvio_ring *ring, struct run *run)
 
 		if (!single) {
 			while ((single = run_list_pop(&singles)))
-				free(single);
+				run_free(ring, single);
 			return false;
 		}
 		single->buffer = run->buffer;
@@ -240,10 +306,11 @@ bool run_split(struct kvio_ring *ring, struct run *run)
 	}
 	ring->active += run->count - 1;
 	ring->active_by[run->direction] += run->count - 1;
+	run->batch->moving += run->count - 1;
 	while (singles.head)
 		run_list_push(&ring->restart, run_list_pop(&singles));
-	stats_add(ring, &ring->stats.retries, 1);
-	free(run);
+	stats_add(&ring->stats.retries, 1);
+	run_free(ring, run);
 	return true;
 }
 
@@ -252,15 +319,13 @@ bool run_split(struct kvio_ring *ring, struct run *run)
 static void run_report(struct kvio_ring *ring, struct run *run)
 {
 	struct kvio_ring_batch *batch = run->batch;
-	int64_t when = now_ns();
 
-	stats_run(ring, run, when);
-	for (uint32_t i = run->first; i < run->first + run->count; i++) {
+	stats_run(ring, run, run->end_ns ? now_ns() : ring->clock_ns);
+	for (uint32_t i = run->first; i < run->first + run->count; i++)
 		__atomic_store_n(&batch->status[i], batch->blocks[i].status, __ATOMIC_RELAXED);
-		unqueue(ring, batch, i);
-	}
+	unqueue(ring, batch, run->first, run->count);
 	batch->remaining -= run->count;
-	free(run);
+	run_free(ring, run);
 	if (batch->remaining == 0)
 		batch_ends(ring, batch);
 }
@@ -292,7 +357,8 @@ void run_finished(struct kvio_ring *ring, struct run *run)
 			blocks[i].status = run->error;
 	ring->active--;
 	run->step = STEP_DONE;
-	if (run->end_ns > now_ns() && !atomic_load(&run->batch->cancelled))
+	batch_less(ring, run->batch);
+	if (run->end_ns && run->end_ns > now_ns() && !atomic_load(&run->batch->cancelled))
 		run_hold(ring, run);
 	else
 		run_report(ring, run);
@@ -337,6 +403,8 @@ void runs_cancel(struct kvio_ring *ring, bool all)
 			}
 			for (uint32_t i = run->first; i < run->first + run->count; i++)
 				run->batch->blocks[i].status = -ECANCELED;
+			ring->backlog[d] -= run_nbytes(ring, run);
+			batch_less(ring, run->batch);
 			run_report(ring, run);
 		}
 	}

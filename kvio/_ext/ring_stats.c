@@ -4,36 +4,39 @@
 
 #define MAX_WINDOWS (1 << 20)
 
-void stats_add(struct kvio_ring *ring, uint64_t *counter, uint64_t more)
+/* Room for window `at`; others may be copying the array, so it moves under the lock. */
+static bool windows_grow(struct kvio_ring *ring, struct windows *windows, int64_t at)
 {
+	int64_t room = at < 256 ? 512 : 2 * at;
+	uint64_t *bytes = NULL;
+
 	pthread_mutex_lock(&ring->lock);
-	*counter += more;
-	pthread_mutex_unlock(&ring->lock);
-}
-
-static void windows_add(struct windows *windows, uint64_t number, uint64_t nbytes)
-{
-	int64_t at;
-
-	if (windows->count == 0)
-		windows->first = number;
-	at = (int64_t)(number - windows->first);
-	if (at < 0)
-		at = 0;
-	if (at >= windows->room) {
-		int64_t room = at < 256 ? 512 : 2 * at;
-		uint64_t *bytes = room > MAX_WINDOWS ? NULL
-			: realloc(windows->bytes, (size_t)room * sizeof(*bytes));
-
-		if (!bytes)
-			return;
+	if (room <= MAX_WINDOWS)
+		bytes = realloc(windows->bytes, (size_t)room * sizeof(*bytes));
+	if (bytes) {
 		memset(bytes + windows->room, 0, (size_t)(room - windows->room) * sizeof(*bytes));
 		windows->bytes = bytes;
 		windows->room = room;
 	}
-	windows->bytes[at] += nbytes;
+	pthread_mutex_unlock(&ring->lock);
+	return bytes != NULL;
+}
+
+static void windows_add(struct kvio_ring *ring, struct windows *windows, uint64_t number,
+			uint64_t nbytes)
+{
+	int64_t at;
+
+	if (windows->count == 0)
+		__atomic_store_n(&windows->first, number, __ATOMIC_RELAXED);
+	at = (int64_t)(number - windows->first);
+	if (at < 0)
+		at = 0;
+	if (at >= windows->room && !windows_grow(ring, windows, at))
+		return;
+	stats_add(&windows->bytes[at], nbytes);
 	if (at >= windows->count)
-		windows->count = at + 1;
+		__atomic_store_n(&windows->count, at + 1, __ATOMIC_RELEASE);
 }
 
 /* A run is about to be reported at when_ns (never before the link has carried it). */
@@ -41,39 +44,42 @@ void stats_run(struct kvio_ring *ring, struct run *run, int64_t when_ns)
 {
 	struct kvio_ring_stats *stats = &ring->stats;
 	bool write = run->direction == WRITE, began = run->step == STEP_DONE;
-	uint64_t nbytes = 0, *busy = write ? &stats->write_busy_ns : &stats->read_busy_ns;
 	bool paced = write ? ring->params.write_bytes_per_s : ring->params.read_bytes_per_s;
+	uint64_t moved = 0, nbytes, busy_ns = (uint64_t)run->busy_ns;
 
-	pthread_mutex_lock(&ring->lock);
 	for (uint32_t i = run->first; i < run->first + run->count; i++) {
 		int32_t status = run->batch->blocks[i].status;
 
-		stats->checks_failed += status == -EBADMSG;
-		stats->cancelled_blocks += status == -ECANCELED;
-		stats->failed_blocks += status != 0;
-		if (status != 0 && status != -EBADMSG)
+		moved += status == 0 || status == -EBADMSG;
+		if (status == 0)
 			continue;
-		nbytes += ring->store->params.block_nbytes;
-		++*(write ? &stats->write_blocks : &stats->read_blocks);
+		stats_add(&stats->failed_blocks, 1);
+		stats_add(&stats->checks_failed, status == -EBADMSG);
+		stats_add(&stats->cancelled_blocks, status == -ECANCELED);
 	}
-	*(write ? &stats->write_bytes : &stats->read_bytes) += nbytes;
+	nbytes = moved * ring->store->params.block_nbytes;
+	stats_add(write ? &stats->write_blocks : &stats->read_blocks, moved);
+	stats_add(write ? &stats->write_bytes : &stats->read_bytes, nbytes);
 	/* The link's time counts, however late we woke. */
 	if (run->end_ns && run->end_ns < when_ns)
 		when_ns = run->end_ns;
 	if (nbytes)
-		windows_add(&ring->windows[run->direction],
+		windows_add(ring, &ring->windows[run->direction],
 			    (uint64_t)when_ns / ring->params.window_ns, nbytes);
-	*busy += (uint64_t)run->busy_ns;
-	if (began && --ring->active_by[run->direction] == 0 && !paced)
-		*busy += (uint64_t)(when_ns - ring->active_since_ns[run->direction]);
-	pthread_mutex_unlock(&ring->lock);
+	/* The clock is that of the last wake-up: what began since has taken no time. */
+	if (began && --ring->active_by[run->direction] == 0 && !paced &&
+	    when_ns > ring->active_since_ns[run->direction])
+		busy_ns += (uint64_t)(when_ns - ring->active_since_ns[run->direction]);
+	stats_add(write ? &stats->write_busy_ns : &stats->read_busy_ns, busy_ns);
 }
 
 void kvio_ring_get_stats(struct kvio_ring *ring, struct kvio_ring_stats *out)
 {
-	pthread_mutex_lock(&ring->lock);
-	*out = ring->stats;
-	pthread_mutex_unlock(&ring->lock);
+	uint64_t *from = (uint64_t *)&ring->stats, *to = (uint64_t *)out;
+
+	_Static_assert(sizeof(*out) % sizeof(uint64_t) == 0, "counters and nothing else");
+	for (size_t i = 0; i < sizeof(*out) / sizeof(*to); i++)
+		to[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
 }
 
 int64_t kvio_ring_windows(struct kvio_ring *ring, int write, uint64_t *out, int64_t count,
@@ -83,12 +89,12 @@ int64_t kvio_ring_windows(struct kvio_ring *ring, int write, uint64_t *out, int6
 	int64_t there;
 
 	pthread_mutex_lock(&ring->lock);
-	there = windows->count;
-	*first = windows->first;
+	there = __atomic_load_n(&windows->count, __ATOMIC_ACQUIRE);
+	*first = __atomic_load_n(&windows->first, __ATOMIC_RELAXED);
 	if (count > there)
 		count = there;
-	if (count > 0)
-		memcpy(out, windows->bytes, (size_t)count * sizeof(*out));
+	for (int64_t i = 0; i < count; i++)
+		out[i] = __atomic_load_n(&windows->bytes[i], __ATOMIC_RELAXED);
 	pthread_mutex_unlock(&ring->lock);
 	return there;
 }
@@ -116,12 +122,10 @@ static int region_add(struct kvio_ring *ring, struct region *region)
 
 	if (rc == 0)
 		rc = ring->backend->add_slices(ring, region);
-	pthread_mutex_lock(&ring->lock);
 	if (rc < 0)
-		ring->stats.register_errno = (uint64_t)-rc;
+		__atomic_store_n(&ring->stats.register_errno, (uint64_t)-rc, __ATOMIC_RELAXED);
 	else
-		ring->stats.registered_bytes += region->count ? region->nbytes : 0;
-	pthread_mutex_unlock(&ring->lock);
+		stats_add(&ring->stats.registered_bytes, region->count ? region->nbytes : 0);
 	return rc;
 }
 
@@ -160,9 +164,7 @@ void slices_forget(struct kvio_ring *ring, uint64_t id)
 		if (region->count) {
 			ring->backend->drop_slices(ring, region);
 			memset(ring->slice_used + region->first, 0, (size_t)region->count);
-			pthread_mutex_lock(&ring->lock);
-			ring->stats.registered_bytes -= region->nbytes;
-			pthread_mutex_unlock(&ring->lock);
+			stats_add(&ring->stats.registered_bytes, 0 - region->nbytes);
 		}
 		*region = ring->regions[--ring->num_regions];
 		return;

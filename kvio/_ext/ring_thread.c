@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /* A ring's thread, and what others may ask of it. */
+#include <sched.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -81,11 +82,12 @@ static void *ring_main(void *arg)
 		int64_t now;
 
 		due = sooner(due, runs_release(ring));
-		now = now_ns();
-		if (due < 0)
+		if (due < 0) {
 			ring->backend->wait(ring, -1);
-		else
-			ring->backend->wait(ring, due > now ? due - now : 0);
+			continue;
+		}
+		now = now_ns();
+		ring->backend->wait(ring, due > now ? due - now : 0);
 	}
 	ring->backend->close(ring);
 	return NULL;
@@ -98,9 +100,18 @@ static void ring_free(struct kvio_ring *ring)
 	if (ring->device)
 		ring->backend->discard(ring);
 	io_free_spares(ring);
+	commits_free(ring);
 	free(ring->forget);
 	pthread_mutex_destroy(&ring->lock);
 	free(ring);
+}
+
+static uint32_t usable_cpus(void)
+{
+	cpu_set_t set;
+	int count = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+
+	return count > 0 ? (uint32_t)count : 1;
 }
 
 int kvio_ring_open(struct kvio_ring **out, struct kvio_store *store,
@@ -122,6 +133,7 @@ int kvio_ring_open(struct kvio_ring **out, struct kvio_store *store,
 	ring->params = *params;
 	ring->backend = backend;
 	ring->pid = getpid();
+	ring->num_cpus = usable_cpus();
 	ring->inbox_tail = &ring->inbox;
 	ring->opened_rc = 1;
 	pthread_mutex_init(&ring->lock, NULL);
@@ -192,6 +204,7 @@ int kvio_ring_fault(struct kvio_ring *ring, const struct kvio_fault *fault)
 	int rc = -ENOSPC;
 
 	pthread_mutex_lock(&ring->lock);
+	atomic_store(&ring->has_faults, fault->op_mask != 0);
 	if (fault->op_mask == 0) {
 		memset(ring->faults, 0, sizeof(ring->faults));
 		rc = 0;

@@ -4,7 +4,7 @@
 
 #include "ring_internal.h"
 
-#define MAX_WORKERS 8u
+#define MAX_WORKERS 32u
 
 struct threads {
 	pthread_mutex_t lock;
@@ -12,6 +12,8 @@ struct threads {
 	struct io *jobs, **jobs_tail;
 	struct io *finished;
 	bool woken, stop;
+	uint32_t idle;			/* workers that wait for a job */
+	uint32_t num_jobs;		/* that no worker has taken */
 	uint32_t num_workers;
 	pthread_t workers[MAX_WORKERS];
 };
@@ -42,10 +44,13 @@ static void *worker_main(void *arg)
 		if (!io) {
 			if (threads->stop)
 				break;
+			threads->idle++;
 			pthread_cond_wait(&threads->work, &threads->lock);
+			threads->idle--;
 			continue;
 		}
 		threads->jobs = io->next;
+		threads->num_jobs--;
 		if (!threads->jobs)
 			threads->jobs_tail = &threads->jobs;
 		pthread_mutex_unlock(&threads->lock);
@@ -85,32 +90,40 @@ static int threads_prepare(struct kvio_ring *ring)
 	return 0;
 }
 
-static int threads_open(struct kvio_ring *ring)
+/* One worker more, up to one for each operation that may be in flight. */
+static int add_worker(struct kvio_ring *ring)
 {
 	struct threads *threads = ring->device;
-	uint32_t wanted = ring->params.queue_depth;
-	int rc = 0;
+	int rc;
 
-	if (wanted > MAX_WORKERS)
-		wanted = MAX_WORKERS;
-	while (threads->num_workers < wanted && rc == 0) {
-		rc = -pthread_create(&threads->workers[threads->num_workers], NULL, worker_main,
-				     threads);
-		threads->num_workers += rc == 0;
-	}
-	return threads->num_workers ? 0 : rc;
+	if (threads->num_workers == MAX_WORKERS ||
+	    threads->num_workers >= ring->params.queue_depth)
+		return -EAGAIN;
+	rc = -pthread_create(&threads->workers[threads->num_workers], NULL, worker_main, threads);
+	threads->num_workers += rc == 0;
+	return rc;
+}
+
+/* The first, so that there is one at least; the others come with the work. */
+static int threads_open(struct kvio_ring *ring)
+{
+	return add_worker(ring);
 }
 
 static void threads_start(struct kvio_ring *ring, struct io *io)
 {
 	struct threads *threads = ring->device;
+	bool short_of_workers;
 
 	io->next = NULL;
 	pthread_mutex_lock(&threads->lock);
 	*threads->jobs_tail = io;
 	threads->jobs_tail = &io->next;
+	short_of_workers = ++threads->num_jobs > threads->idle;
 	pthread_cond_signal(&threads->work);
 	pthread_mutex_unlock(&threads->lock);
+	if (short_of_workers)
+		add_worker(ring);
 }
 
 static void threads_wait(struct kvio_ring *ring, int64_t timeout_ns)
@@ -127,6 +140,8 @@ static void threads_wait(struct kvio_ring *ring, int64_t timeout_ns)
 	threads->finished = NULL;
 	threads->woken = false;
 	pthread_mutex_unlock(&threads->lock);
+	stats_add(&ring->stats.waits, 1);
+	ring->clock_ns = now_ns();
 	for (; io; io = next) {
 		next = io->next;
 		io_complete(ring, io, io->res);

@@ -2,97 +2,10 @@
 /*
  * A write: invalidate -> payload -> header, each complete before the next begins, with an
  * fdatasync between the steps in a durable store. After a crash at any point a slot therefore
- * holds its old block, no block, or the whole new one.
- *
- * Header pages and fdatasyncs are commits: one at a time, and whatever arrives meanwhile shares
- * the next one. Two racing O_DIRECT writes of one page may land in either order, so at most one
- * is in flight per header page.
+ * holds its old block, no block, or the whole new one. Header pages and fdatasyncs are shared
+ * (ring_commit.c).
  */
 #include "ring_internal.h"
-
-static void commit_ends(struct kvio_ring *ring, struct kvio_segment *segment,
-			struct commit *commit, int res);
-
-static uint32_t page_number(const struct kvio_segment *segment, const struct commit *commit)
-{
-	return (uint32_t)(commit - segment->pages);
-}
-
-/* Sends the commit with everything that waits for it. */
-static void commit_fly(struct kvio_ring *ring, struct kvio_segment *segment,
-		       struct commit *commit)
-{
-	bool sync = commit == &segment->sync;
-	struct io *io = io_new(ring);
-	void *page = sync ? NULL : page_get(ring);
-
-	commit->flying = commit->waiting;
-	commit->waiting = NULL;
-	commit->in_flight = true;
-	if (!io || (!sync && !page)) {
-		free(io);
-		page_put(ring, page);
-		commit_ends(ring, segment, commit, -ENOMEM);
-		return;
-	}
-	io->commit = commit;
-	io->segment = segment;
-	io->buffer = -1;
-	io->op = sync ? IO_SYNC : IO_WRITE;
-	if (!sync) {
-		uint64_t number = page_number(segment, commit);
-
-		/* A copy: the image may change while the device reads the page. */
-		memcpy(page, segment->headers + number * KVIO_PAGE, KVIO_PAGE);
-		io->addr = page;
-		io->nbytes = KVIO_PAGE;
-		io->offset = (KVIO_FIRST_HEADER_PAGE + number) * KVIO_PAGE;
-	}
-	io_start(ring, io);
-}
-
-static void commit_join(struct kvio_ring *ring, struct run *run, struct commit *commit,
-			enum step step)
-{
-	run->step = step;
-	run->next = commit->waiting;
-	commit->waiting = run;
-	if (!commit->in_flight)
-		commit_fly(ring, run->segment, commit);
-}
-
-/* Runs that failed take their headers out of the image before the page may be written again. */
-static void commit_ends(struct kvio_ring *ring, struct kvio_segment *segment,
-			struct commit *commit, int res)
-{
-	struct run *run = commit->flying, *next;
-
-	commit->flying = NULL;
-	for (; run; run = next) {
-		next = run->next;
-		run->error = res;
-		write_advance(ring, run);
-	}
-	commit->in_flight = false;
-	if (commit->waiting)
-		commit_fly(ring, segment, commit);
-}
-
-void commit_done(struct kvio_ring *ring, struct io *io, int res)
-{
-	struct kvio_segment *segment = io->segment;
-
-	if (io->op == IO_SYNC) {
-		stats_add(ring, &ring->stats.syncs, 1);
-	} else {
-		page_put(ring, io->addr);
-		stats_add(ring, &ring->stats.header_writes, 1);
-		if (res == 0)
-			segment_page_changed(ring->store, segment,
-					     page_number(segment, io->commit));
-	}
-	commit_ends(ring, segment, io->commit, res);
-}
 
 static uint8_t *header_at(const struct kvio_segment *segment, uint32_t slot)
 {
@@ -115,6 +28,17 @@ static struct commit *page_of(const struct run *run)
 	uint32_t slot = run->batch->blocks[run->first].slot;
 
 	return &run->segment->pages[slot / KVIO_HEADERS_PER_PAGE];
+}
+
+/* What readers in this process compare with; see struct kvio_segment. */
+static void set_generations(struct run *run, bool valid)
+{
+	for (uint32_t i = run->first; i < run->first + run->count; i++) {
+		struct kvio_block_io *block = &run->batch->blocks[i];
+
+		atomic_store(&run->segment->generations[block->slot],
+			     valid ? block->generation : 0);
+	}
 }
 
 static void write_payload(struct kvio_ring *ring, struct run *run)
@@ -164,6 +88,7 @@ void write_advance(struct kvio_ring *ring, struct run *run)
 	}
 	switch (run->step) {
 	case STEP_NEW:
+		set_generations(run, false);
 		if (was_valid) {
 			clear_headers(run, false);
 			commit_join(ring, run, page_of(run), STEP_INVALIDATE);
@@ -196,6 +121,7 @@ void write_advance(struct kvio_ring *ring, struct run *run)
 		}
 		/* fall through */
 	default:
+		set_generations(run, true);
 		run_finished(ring, run);
 	}
 }

@@ -8,7 +8,7 @@ INT64_MAX = 2**63 - 1
 
 
 def check_options(layout, backend, verify, durability, capacity_bytes, segment_bytes,
-                  queue_depth) -> None:
+                  queue_depth, direct_io="auto") -> None:
     """InvalidArgument that names the option; see `BlockStore.open`."""
     if not isinstance(layout, BlockLayout):
         raise InvalidArgument(f"layout must be a BlockLayout, not {type(layout).__name__}")
@@ -23,4 +23,7 @@ def check_options(layout, backend, verify, durability, capacity_bytes, segment_b
     if capacity_bytes is not None:
         checked_int("capacity_bytes", capacity_bytes, 1, INT64_MAX)
     checked_int("segment_bytes", segment_bytes, 1, INT64_MAX)
-    checked_int("queue_depth", queue_depth, 1, 4096)
+    if queue_depth is not None:
+        checked_int("queue_depth", queue_depth, 1, 4096)
+    if direct_io is not True and direct_io is not False and direct_io != "auto":
+        raise InvalidArgument(f"direct_io must be 'auto', True or False, not {direct_io!r}")

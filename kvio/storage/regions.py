@@ -37,6 +37,7 @@ class Regions:
 
     def announce(self, ring) -> None:
         """Warn once if the kernel would not pin some pool's memory."""
+        ring._announce()
         code = 0 if self._announced else ring._ring.register_errno
         if code:
             self._announced = True

@@ -1,5 +1,6 @@
 """Reads and writes of a store, from their arguments to what follows their end."""
 import errno
+import time
 
 import numpy as np
 
@@ -37,11 +38,13 @@ class Requests:
         with self._lock:
             ring.store._check_open()
             self.harvest()
+            found_ns = time.monotonic_ns()
             rows = self._index.find(keys)
             blocks = self._index.places(rows)
         blocks["status"] = np.where(rows < 0, -errno.ENOENT, -errno.EINPROGRESS)
         blocks["flags"] &= fmt.BLOCK_DURABLE
-        return self._submit(ring, False, blocks, pool, ids, self._read_drained, _usable_prefix)
+        return self._submit(ring, False, blocks, pool, ids, self._read_drained, _usable_prefix,
+                            found_ns)
 
     def write(self, ring, keys, pool, block_ids):
         keys, ids = self._arguments(ring, keys, pool, block_ids)
@@ -85,7 +88,7 @@ class Requests:
             raise InvalidArgument(f"{len(keys)} keys, but {len(ids)} block ids")
         return keys, ids
 
-    def _submit(self, ring, write, blocks, pool, ids, drained, finish):
+    def _submit(self, ring, write, blocks, pool, ids, drained, finish, found_ns=0):
         blocks["addr"] = np.uint64(pool.region.addr) + ids.astype(np.uint64) * np.uint64(
             pool.block_stride)
         batch, pinned = _ring.Batch(), []
@@ -108,7 +111,7 @@ class Requests:
             with self._lock:
                 region = self._regions.number(pool)
             ring._opened().submit(write, blocks, region, pool.region.addr,
-                                  pool.region.nbytes, batch)
+                                  pool.region.nbytes, batch, found_ns)
         except BaseException as failed:
             if batch.submitted:                     # interrupted, but under way
                 raise

@@ -22,6 +22,14 @@ _REMEDY = {
 }
 
 
+_POLLING = {
+    "sqpoll": "the kernel's submitting thread is refused, the ring's own thread submits (Linux "
+              "before 5.11 wants CAP_SYS_NICE)",
+    "iopoll": "the device or the file system cannot be polled (a driver needs poll queues: nvme "
+              "poll_queues=), interrupts serve",
+}
+
+
 def choose_backend(wanted: str) -> tuple[str, str]:
     """(back end, why it and not another)."""
     if wanted == "threads":
@@ -53,6 +61,7 @@ class Ring:
         self.store, self.name, self._ring = store, name, ring
         self._transfers = weakref.WeakSet()
         self._closed, self._ending = False, threading.RLock()
+        self._announced = set()
 
     def __repr__(self):
         return f"<Ring {self.name} of {self.store!r}>"
@@ -113,6 +122,14 @@ class Ring:
             with self.store._lock:
                 self.store._writer.release(self)
                 self.store._rings.discard(self)
+
+    def _announce(self):
+        """Warn once of each wish that the machine has refused."""
+        for name, code in self._ring.refused():
+            if name not in self._announced:
+                self._announced.add(name)
+                warnings.warn(f"{name}: {errno_name(code)}; {_POLLING[name]}", RuntimeWarning,
+                              stacklevel=5)
 
     def _opened(self):
         if self._closed:

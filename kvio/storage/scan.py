@@ -13,14 +13,16 @@ from kvio.storage.format import BLOCK_IO, PAGE, Description
 __all__ = ["Scan", "open_file", "scan_folder"]
 
 
-def open_file(path: str, flags: int) -> tuple[int, bool]:
-    """(fd, whether it is O_DIRECT)."""
-    try:
-        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o644), True
-    except OSError as failed:
-        if failed.errno != errno.EINVAL:    # EINVAL: this file system has no O_DIRECT
-            raise
-        return os.open(path, flags | os.O_CLOEXEC, 0o644), False
+def open_file(path: str, flags: int, direct: bool = True) -> tuple[int, bool]:
+    """(fd, whether it is O_DIRECT on a file system that means it)."""
+    if direct:
+        try:
+            fd = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o644)
+            return fd, _ring.is_direct(fd)
+        except OSError as failed:
+            if failed.errno != errno.EINVAL:    # EINVAL: this file system has no O_DIRECT
+                raise
+    return os.open(path, flags | os.O_CLOEXEC, 0o644), False
 
 
 @dataclass
@@ -67,7 +69,7 @@ def _scan_headers(fd, description, segment, scan):
 
 
 def _scan_file(folder, name, description, files, scan):
-    fd, direct = open_file(os.path.join(folder, name), os.O_RDONLY)
+    fd, direct = open_file(os.path.join(folder, name), os.O_RDONLY, files.direct_io)
     try:
         segment = fmt.check_page0(bytes(_read(fd, PAGE, 0)), description, name)
         if isinstance(segment, str):

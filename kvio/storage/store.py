@@ -21,7 +21,8 @@ from kvio.errors import (BackendUnavailable, Busy, Closed, InvalidArgument, Stor
                          errno_name)
 from kvio.layout import BlockLayout
 from kvio.storage.describe import describe
-from kvio.storage.format import as_keys
+from kvio.storage.device import choose_direct_io, choose_queue_depth
+from kvio.storage.format import JSON_NAME, as_keys
 from kvio.storage.index import Index
 from kvio.storage.options import INT64_MAX, check_options
 from kvio.storage.requests import Requests
@@ -32,7 +33,6 @@ from kvio.storage.writer import Writer
 __all__ = ["BlockStore", "Ring"]
 
 SEGMENT_BYTES = 1 << 30
-QUEUE_DEPTH = 32
 IO_BYTES = 1 << 20          # larger blocks are split, neighbours merge up to this
 _open_stores: "weakref.WeakSet[BlockStore]" = weakref.WeakSet()
 
@@ -41,16 +41,19 @@ class BlockStore:
     """A directory of Full Blocks; see the module. Open it with `BlockStore.open`. Thread-safe."""
 
     def __init__(self, path, layout, description, *, backend, backend_reason, verify, durability,
-                 capacity_bytes, queue_depth):
+                 capacity_bytes, queue_depth, direct_io, iopoll, sqpoll):
         """Use `BlockStore.open`."""
         geometry = description.geometry
         self.path, self.layout, self.description = path, layout, description
         self.backend, self.backend_reason = backend, backend_reason
-        self.verify, self.durability, self.queue_depth = verify, durability, queue_depth
+        self.verify, self.durability = verify, durability
+        self.queue_depth, self.queue_depth_reason = queue_depth
+        self._direct_io_reason, self._polls = direct_io[1], (bool(iopoll), bool(sqpoll))
         self._pid, self._lock = os.getpid(), threading.RLock()
         self._files = _ring.Store(
             geometry.block_nbytes, geometry.slot_stride, geometry.payload_offset, geometry.slots,
             geometry.header_pages, verify == "always", durability == "durable")
+        self._files.direct_io = direct_io[0]
         self._index, self.scan = Index(), Scan()
         self._writer = Writer(path, description, self._files, durable=durability == "durable",
                               capacity_bytes=capacity_bytes)
@@ -64,24 +67,30 @@ class BlockStore:
     @classmethod
     def open(cls, path, layout: BlockLayout, *, backend: str = "auto", verify: str = "always",
              durability: str = "visible", capacity_bytes: int | None = None,
-             segment_bytes: int = SEGMENT_BYTES, queue_depth: int = QUEUE_DEPTH,
+             segment_bytes: int = SEGMENT_BYTES, queue_depth: int | None = None,
+             direct_io: bool | str = "auto", iopoll: bool = False, sqpoll: bool = False,
              create: bool = True) -> "BlockStore":
         """Open the store in directory `path`, making it (not its parents) if `create`.
 
         backend: "uring", "threads", or "auto" (the first that this machine allows; a fall-back
             warns and is named in `backend_reason`).
-        verify: "always" checks the CRC of every payload that is read. "never" reads the header
+        verify: "always" checks the CRC of every payload that is read. "never" looks at the header
             again instead, and is allowed in a durable store only; blocks that an earlier opener
             wrote without durability are still checked.
         durability: "visible" survives the death of the process once `write` has completed,
             "durable" a power loss as well. `sync` makes visible blocks durable.
         capacity_bytes: what this store object may write before blocks fail with ENOSPC.
         segment_bytes: size of a segment file; fixed when the store is created.
+        queue_depth: device operations in flight per ring; None chooses by the block device
+            (`stats()["queue_depth_reason"]`).
+        direct_io: "auto" bypasses the page cache (O_DIRECT) where the file system can.
+        iopoll, sqpoll: io_uring's IORING_SETUP_IOPOLL and _SQPOLL; both spend CPU on polling. What
+            the machine refuses is done without, with a warning and in the ring's `stats()`.
 
         LayoutMismatch, FormatError, StoreError, BackendUnavailable or InvalidArgument.
         """
         check_options(layout, backend, verify, durability, capacity_bytes, segment_bytes,
-                       queue_depth)
+                      queue_depth, direct_io)
         try:
             path = os.path.abspath(os.fsdecode(path))
         except TypeError:
@@ -90,7 +99,9 @@ class BlockStore:
         description = describe(path, layout, segment_bytes, create)
         store = cls(path, layout, description, backend=backend, backend_reason=reason,
                     verify=verify, durability=durability, capacity_bytes=capacity_bytes,
-                    queue_depth=queue_depth)
+                    queue_depth=choose_queue_depth(path, queue_depth),
+                    direct_io=choose_direct_io(os.path.join(path, JSON_NAME), direct_io),
+                    iopoll=iopoll, sqpoll=sqpoll)
         store._load()
         _open_stores.add(store)
         return store
@@ -164,12 +175,14 @@ class BlockStore:
             self._check_open()
             try:
                 ring = _ring.Ring(self._files, self.backend, self.queue_depth, IO_BYTES,
-                                  int(read_bytes_per_s), int(write_bytes_per_s), int(window_ns))
+                                  int(read_bytes_per_s), int(write_bytes_per_s), int(window_ns),
+                                  *self._polls)
             except OSError as failed:
                 raise BackendUnavailable(failed.errno, f"cannot open another ring ({self.backend})"
                                          ": close some, or raise ulimit -n and -l") from failed
             ring = Ring(self, name or f"ring{next(self._ring_numbers)}", ring)
             self._rings.add(ring)
+        ring._announce()
         return ring
 
     def _default_ring(self):
@@ -192,6 +205,8 @@ class BlockStore:
             return {
                 "backend": self.backend, "backend_reason": self.backend_reason,
                 "direct_io": all(direct) if direct else None,
+                "direct_io_reason": self._direct_io_reason,
+                "queue_depth": self.queue_depth, "queue_depth_reason": self.queue_depth_reason,
                 "plain_buffers_reason": ", ".join(errno_name(code) for code in codes) or None,
                 "blocks": len(self._index), "segments": self.scan.segments
                 + len(self._writer.segments), "own_segments": len(self._writer.segments),

@@ -125,7 +125,7 @@ class Writer:
         geometry, number = self.description.geometry, len(self.segments)
         segment_uuid = uuid.uuid4().bytes
         path = os.path.join(self.folder, fmt.segment_name(self.uuid, number))
-        fd, direct = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        fd, direct = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._files.direct_io)
         try:
             os.ftruncate(fd, geometry.segment_nbytes)
             code = _ring.allocate(fd, 0, geometry.payload_offset)
