@@ -36,18 +36,20 @@ from kvio import BlockPool, BlockStore                              # noqa: E402
 from kvio._ext import block as _block                               # noqa: E402
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-DISK = ("Fio", "Kvio", "KvioAlways", "Liburing", "NixlNap", "LmcacheRaw", "LmcacheFs")
+DISK = ("Fio", "Kvio", "KvioAlways", "Liburing", "LiburingHuge", "NixlNap", "LmcacheRaw",
+        "LmcacheFs")
 DISK_CLAIMS = (
     Claim("rate", "Kvio", "Fio", at_least=0.95), Claim("cpu", "Kvio", "Liburing", at_most=1.1),
+    Claim("cpu", "Kvio", "LiburingHuge"),
     Claim("cpu", "Kvio", "NixlNap", at_most=0.25), Claim("rate", "KvioAlways", "Fio"),
-    Claim("cpu+", "KvioAlways", "Kvio", at_most=0.15), Claim("cpu", "Liburing", "NixlNap"),
+    Claim("cpu+", "KvioAlways", "Kvio", at_most=0.15), Claim("cpu", "LiburingHuge", "NixlNap"),
     Claim("rate", "Liburing", "Fio"), Claim("rate", "LmcacheRaw", "Fio"),
     Claim("rate", "LmcacheFs", "Fio"))
 MEMORY = ("LmcacheFs", "Kvio", "Pread4", "KvioAlways", "Liburing")
 MEMORY_CLAIMS = (
     Claim("rate", "Kvio", "LmcacheFs", at_least=1), Claim("rate", "Kvio", "Pread4"),
     Claim("cpu", "Kvio", "LmcacheFs"), Claim("rate", "KvioAlways", "LmcacheFs"))
-WRITES = ("Fio", "Kvio", "Liburing")
+WRITES = ("Fio", "Kvio", "Liburing", "LiburingHuge")
 
 
 class Row(NamedTuple):
@@ -62,7 +64,7 @@ class Row(NamedTuple):
 
 def write_claims(least):
     return (Claim("rate", "Kvio", "Fio", at_least=least), Claim("rate", "Liburing", "Fio"),
-            Claim("cpu", "Kvio", "Liburing"))
+            Claim("cpu", "Kvio", "Liburing"), Claim("cpu", "Kvio", "LiburingHuge"))
 
 
 def size(nbytes):
@@ -128,7 +130,7 @@ def scratch(top, media):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_row(row, top, *, rounds=15, nbytes=256 * MIB):
+def run_row(row, top, *, rounds=15, nbytes=512 * MIB):
     """(results, runs, {contender: why it did not run})."""
     with scratch(top, row.media) as folder, tempfile.TemporaryDirectory() as built:
         compile_floors(built)
@@ -208,7 +210,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("rows", nargs="*", help="beginnings of names; none: all")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--mb", type=int, default=256, help="MiB a run")
+    parser.add_argument("--mb", type=int, default=512, help="MiB a run")
     parser.add_argument("--region", type=int, help="MiB of data")
     parser.add_argument("--dir", default=os.environ.get("KVIO_BENCH_DIR", "."))
     parser.add_argument("--only", help="contenders, with commas; the first is the reference")

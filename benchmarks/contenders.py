@@ -80,11 +80,11 @@ def options(**wanted):
     return {name: value for name, value in wanted.items() if name in known}
 
 
-def pages(count, nbytes):
+def pages(count, nbytes, huge=True):
     """Memory in huge pages where the kernel has them (as that of kvio's pools) that has been
     touched: one row a block."""
     memory = mmap.mmap(-1, -(-count * nbytes >> 21) << 21, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     rows = np.frombuffer(memory, np.uint8)[:count * nbytes].reshape(count, nbytes)
     rows[:] = 1
     return rows
@@ -145,12 +145,12 @@ def contender(cls):
 
 @contender
 class Kvio(Contender):
-    """Calls of 32 MiB (at least 4 blocks), two of them in flight; a conversation is as long."""
+    """Calls of 128 MiB (what a long context brings), two of them in flight."""
     verify = "never"
 
     def setup(self):
         setting = self.setting
-        self.batch = max(4, (32 << 20) // setting.nbytes)
+        self.batch = min(setting.num_blocks // 2, (128 << 20) // setting.nbytes)
         self.pool = BlockPool(layout_of(setting.nbytes), 2 * self.batch)
         self.slots = self.pool.alloc(2 * self.batch).reshape(2, -1)
         folder = os.path.join(setting.folder, "store")
@@ -240,13 +240,14 @@ class KvioOne(Kvio):
 
 class Floor(Contender):
     """Code from storage_floor.c."""
+    huge = True
 
     def setup(self):
         path = os.path.join(self.setting.built, "storage_floor")
         if not os.path.exists(path):
             raise Missing("storage_floor.c was not built: needs a C compiler and liburing-dev")
         self.library = ctypes.CDLL(path)
-        self.rows = pages(max(4, self.setting.depth), self.setting.nbytes)
+        self.rows = pages(max(4, self.setting.depth), self.setting.nbytes, self.huge)
         self.open()
 
     def target(self):
@@ -297,7 +298,13 @@ class Floor(Contender):
 
 @contender
 class Liburing(Floor):
-    """liburing from C: registered buffers and file, a sliding window."""
+    """liburing from C: registered buffers and file, a sliding window, ordinary memory."""
+    huge = False
+
+
+@contender
+class LiburingHuge(Floor):
+    """The same in huge pages, as kvio's pools are: what is left of the difference is code."""
 
 
 @contender

@@ -4,8 +4,8 @@
         --only fio_uring_fixed,kvio,kvio_always
 
 The script at PATH brings Contender, register and main; its options follow its path. Reads come
-from a store that another store object wrote and closed. Calls are of 32 MiB (at least 4 blocks),
-two in flight, so the memory is kvio's own and larger than the script's pool.
+from a store that another store object wrote and closed. Calls are of 128 MiB, two in flight, so
+the memory is kvio's own and larger than the script's pool.
 """
 import collections
 import os
@@ -36,7 +36,7 @@ class Kvio(storage_bench.Contender):
 
     def setup(self):
         layout = layout_of(self.bs)
-        self.batch = max(4, (32 << 20) // self.bs)
+        self.batch = (128 << 20) // self.bs
         self.nslots = 2 * self.batch
         self.blocks = BlockPool(layout, self.nslots)
         self.rows = self.blocks.region.array.reshape(self.nslots, -1)

@@ -131,8 +131,8 @@ class Process:
 
 
 def play(names, setting, *, rounds, nbytes):
-    """Runs of each contender, round by round, in turn, the order moving on; the first name is the
-    reference and runs twice. ({name: [run, ...]}, [the reference's second runs], {name: why not}).
+    """Runs of each contender, round by round, each in an order of its own (a disk may have a burst
+    left from whoever went before); the first name is the reference and runs twice. ({name: [run, ...]}, [the reference's second runs], {name: why not}).
     """
     processes, skipped, random = {}, {}, np.random.default_rng(7)
     count = min(setting.num_blocks, max(setting.depth, nbytes // setting.nbytes))
@@ -147,11 +147,11 @@ def play(names, setting, *, rounds, nbytes):
                 process.stop()
         runs, again = {name: [] for name in processes}, []
         reference = next(name for name in names if name in processes)
-        order = list(processes)
-        order.insert(min(2, len(order)), None)          # the reference's second turn
+        order = [*processes, None]                      # None: the reference's second turn
         at = 0
         for number in range(-1, rounds):                # the first one warms up, and is checked
-            for name in order[number % len(order):] + order[:number % len(order)]:
+            random.shuffle(order)
+            for name in order:
                 ids = random.choice(setting.num_blocks, count, replace=False)
                 if setting.writes:
                     ids, at = (at + np.arange(count)) % setting.num_blocks, at + count
