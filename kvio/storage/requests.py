@@ -7,7 +7,7 @@ import numpy as np
 from kvio._ext import ring as _ring
 from kvio.completion import Transfer
 from kvio.errors import Closed, InvalidArgument, LayoutMismatch, TransferError, errno_name
-from kvio.memory import BlockPool
+from kvio.memory import BlockPool, has_twins
 from kvio.storage import format as fmt
 from kvio.storage.format import BLOCK_IO, as_keys, key_list
 from kvio.storage.regions import Regions
@@ -33,7 +33,7 @@ class Requests:
         keys, ids = self._arguments(ring, keys, pool, block_ids)
         if not pool.region.writable:
             raise InvalidArgument("the pool's memory is read-only: nothing can be read into it")
-        if len(np.unique(ids)) != len(ids):
+        if has_twins(ids):
             raise InvalidArgument("a block id occurs twice: two blocks cannot be read into one")
         with self._lock:
             ring.store._check_open()
@@ -210,5 +210,4 @@ class Requests:
 
 
 def _usable_prefix(status) -> int:
-    bad = np.flatnonzero(status)
-    return int(bad[0]) if len(bad) else len(status)
+    return int(np.argmax(status != 0)) if status.any() else len(status)
