@@ -206,6 +206,19 @@ def test_storage(benchmark, smoke, tmp_path_factory, name):
     benchmark.extra_info["report"] = reported(name, *done)
 
 
+def test_verdicts():
+    """A noisy null makes a comparison of speed inconclusive; CPU and quiet ones are judged."""
+    def runs(*seconds):
+        return [{"seconds": s, "cpu": s, "nbytes": 1} for s in seconds]
+    claims = [Claim("rate", "K", "F", at_least=0.95), Claim("cpu", "K", "F", at_most=1.1),
+              Claim("time", "F", "K", at_most=1), Claim("rate", "K", "absent", at_least=1)]
+    both = {"F": runs(1, 1, 1), "K": runs(1.2, 1.2, 1.2)}
+    assert [r.verdict for r in judge(claims, both, runs(1, 1, 1))] == ["MISSED", "MISSED", "met"]
+    assert [r.verdict for r in judge(claims, both, runs(1, 1.3, 2))] == [
+        "inconclusive, MISSED", "MISSED", "inconclusive, met"]
+    assert abs(judge(claims, both, runs(1, 1, 1))[0].measured[1] - 1 / 1.2) < 1e-9
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("rows", nargs="*", help="beginnings of names; none: all")

@@ -137,14 +137,13 @@ def play(names, setting, *, rounds, nbytes):
     processes, skipped, random = {}, {}, np.random.default_rng(7)
     count = min(setting.num_blocks, max(setting.depth, nbytes // setting.nbytes))
     try:
+        processes |= {name: Process(name, setting) for name in names}
         for name in names:
-            process = Process(name, setting)
             try:
-                process.answer()
-                processes[name] = process
+                processes[name].answer()
             except contenders.Missing as missing:
                 skipped[name] = str(missing)
-                process.stop()
+                processes.pop(name).stop()
         runs, again = {name: [] for name in processes}, []
         reference = next(name for name in names if name in processes)
         order = [*processes, None]                      # None: the reference's second turn
