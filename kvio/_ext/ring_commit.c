@@ -35,6 +35,7 @@ static void commit_fly(struct kvio_ring *ring, struct commit *commit)
 	for (struct run *run = commit->waiting; run; run = run->next) {
 		ring->gated_bytes -= run_nbytes(ring, run);
 		ring->gated_runs--;
+		run->batch->moving++;
 	}
 	commit->flying = commit->waiting;
 	commit->waiting = NULL;
@@ -70,21 +71,28 @@ static bool may_fly(const struct commit *commit)
 	return false;
 }
 
-/* Opens the gates that have no reason left to be closed. */
+/* Opens the gates that have no reason left to be closed. All are looked at before any opens: what
+ * flies is on its way again, and others of its batch would wait for it. */
 void commits_launch(struct kvio_ring *ring)
 {
 	bool all = ring->gated_bytes >= GATE_BYTES || ring->gated_runs >= GATE_RUNS;
-	struct commit *commit = ring->gated, *next;
+	struct commit *commit = ring->gated, *next, *open = NULL;
 
 	ring->gates_due = false;
 	ring->gated = NULL;
 	for (; commit; commit = next) {
 		next = commit->next;
-		commit->gated = false;
-		if (all || may_fly(commit))
-			commit_fly(ring, commit);
-		else
+		if (all || may_fly(commit)) {
+			commit->next = open;
+			open = commit;
+		} else {
 			commit_gate(ring, commit);
+		}
+	}
+	for (; open; open = next) {
+		next = open->next;
+		open->gated = false;
+		commit_fly(ring, open);
 	}
 }
 
@@ -159,7 +167,6 @@ static void commit_ends(struct kvio_ring *ring, struct commit *commit, int res,
 	for (; run; run = next) {
 		next = run->next;
 		run->error = res;
-		run->batch->moving++;
 		if (commit->op != IO_READ)
 			write_advance(ring, run);
 		else if (res)

@@ -85,7 +85,7 @@ struct kvio_ring_batch {
 	atomic_bool cancelled, done;
 	bool write;
 	uint32_t count, remaining;
-	uint32_t moving;	/* runs that are neither finished nor wait for a commit */
+	uint32_t moving;	/* runs that have not finished and do not wait at a gate */
 	int64_t found_ns;
 	uint64_t region, region_addr, region_nbytes;
 	uint64_t nbytes, tokens;

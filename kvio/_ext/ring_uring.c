@@ -211,7 +211,7 @@ static void start_on(struct kvio_ring *ring, struct queue *queue, struct io *io)
 static void uring_start(struct kvio_ring *ring, struct io *io)
 {
 	struct uring *uring = ring->device;
-	bool poll = uring->polling && io->run && !io->segment->buffered;
+	bool poll = uring->polling && io->run;
 
 	uring->in_poll += poll;
 	start_on(ring, poll ? &uring->poll : &uring->main, io);
