@@ -131,8 +131,10 @@ class Process:
 
 
 def play(names, setting, *, rounds, nbytes):
-    """Runs of each contender, round by round, each in an order of its own (a disk may have a burst
-    left from whoever went before); the first name is the reference and runs twice. ({name: [run, ...]}, [the reference's second runs], {name: why not}).
+    """({name: [run, ...]}, [the reference's second runs], {name: why it does not run here}).
+
+    Each round is in an order of its own (a disk may have a burst left from whoever went before).
+    The first name is the reference.
     """
     processes, skipped, random = {}, {}, np.random.default_rng(7)
     count = min(setting.num_blocks, max(setting.depth, nbytes // setting.nbytes))
