@@ -17,7 +17,7 @@ from kvio.errors import Busy, Closed, InvalidArgument, MappingFailed, OutOfBlock
 from kvio.layout import PAGE, BlockLayout, Side, any_array
 
 __all__ = ["BlockAllocator", "BlockPool", "LayerPool", "POISON", "Region", "anonymous",
-           "has_twins", "sealed_memfd"]
+           "bind_to_node", "has_twins", "numa_nodes", "sealed_memfd"]
 
 POISON = 0xA5               # fills freed blocks, so that stale bytes cannot pass for KV
 _HUGE = 2 << 20

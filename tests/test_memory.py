@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvio.errors import Busy, Closed, InvalidArgument, OutOfBlocks
 from kvio.layout import BlockLayout
-from kvio.memory import POISON, BlockPool, LayerPool, Region, anonymous
+from kvio.memory import POISON, BlockPool, LayerPool, Region, anonymous, numa_nodes
 
 LAYOUT = BlockLayout(3, 4, 24)
 
@@ -126,6 +126,66 @@ def test_huge_pages_fall_back_aloud(recwarn):
     free = int(open("/proc/sys/vm/nr_hugepages").read())
     assert len(memory) >= 1 << 20
     assert free or any("huge pages" in str(w.message) for w in recwarn)
+
+
+def vm_flags(addr):
+    """What the kernel says of the mapping at this address."""
+    inside = False
+    with open("/proc/self/smaps") as file:
+        lines = file.readlines()
+    for line in lines:
+        first = line.split()[0]
+        if "-" in first and ":" not in first:
+            start, end = (int(part, 16) for part in first.split("-"))
+            inside = start <= addr < end
+        elif inside and first == "VmFlags:":
+            return line.split()[1:]
+    raise AssertionError("not mapped")
+
+
+def test_pools_ask_for_transparent_huge_pages_quietly(recwarn):
+    layout = BlockLayout(num_layers=1, block_tokens=1, bytes_per_token=1 << 20)
+    assert "hg" in vm_flags(BlockPool(layout, 4).region.addr)
+    assert "nh" in vm_flags(BlockPool(layout, 4, hugepages=False).region.addr)
+    assert not recwarn.list, recwarn.list[0].message
+    assert "hg" not in vm_flags(BlockPool(LAYOUT, 1).region.addr)       # a page or two
+
+
+def test_huge_pages_of_a_shared_pool_are_asked_for_aloud(recwarn):
+    with open("/sys/kernel/mm/transparent_hugepage/shmem_enabled") as file:
+        knob = file.read()
+    with BlockPool(LAYOUT, 1, shared=True, hugepages=True):
+        refused = "[never]" in knob or "[deny]" in knob
+        assert any("shmem_enabled" in str(w.message) for w in recwarn) == refused
+    with pytest.raises(InvalidArgument, match="numa_node do not apply"):
+        BlockPool(LAYOUT, 1, memory=mmap.mmap(-1, 4096), numa_node=0)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_pool_lies_on_the_node_that_was_asked_for(shared):
+    if not os.path.isdir("/sys/devices/system/node"):
+        pytest.skip("a kernel without NUMA")
+    node = numa_nodes()[-1]
+    pool = BlockPool(LAYOUT, 3, shared=shared, numa_node=node)
+    pool.full(2)[:] = 1
+    libc, mode = ctypes.CDLL(None, use_errno=True), ctypes.c_int(-1)
+    mask = (ctypes.c_ulong * 16)()
+    get_mempolicy, move_pages = (239, 279) if os.uname().machine == "x86_64" else (236, 239)
+    by_address = 2
+    assert libc.syscall(get_mempolicy, ctypes.byref(mode), mask, ctypes.c_ulong(1024),
+                        ctypes.c_void_p(pool.region.addr), by_address) == 0
+    assert mode.value == 2 and mask[node // 64] == 1 << node % 64       # MPOL_BIND
+    page = ctypes.c_void_p(pool.full(2).__array_interface__["data"][0])
+    where = ctypes.c_int(-1)
+    assert libc.syscall(move_pages, 0, ctypes.c_ulong(1), ctypes.byref(page), None,
+                        ctypes.byref(where), 0) == 0
+    assert where.value == node
+
+
+def test_a_node_that_is_not_there():
+    for wrong in (999, -1, "0"):
+        with pytest.raises(InvalidArgument, match="numa_node|NUMA node"):
+            BlockPool(LAYOUT, 1, numa_node=wrong)
 
 
 def test_alloc_prefers_the_smallest_run_that_fits():

@@ -134,6 +134,7 @@ struct io {
 	int32_t res;
 	int16_t buffer;
 	uint8_t op;
+	bool here;			/* a copy that the ring's thread makes itself */
 };
 
 struct io_list { struct io *head, *tail; };

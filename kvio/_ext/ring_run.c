@@ -257,6 +257,7 @@ void run_payload(struct kvio_ring *ring, struct run *run, uint8_t op)
 {
 	const struct kvio_block_io *block = &run->batch->blocks[run->first];
 	uint64_t left = run_nbytes(ring, run), piece = piece_nbytes(ring, run), at = 0;
+	bool alone = !has_backlog(ring) && ring->in_flight == 0;
 
 	run->step = STEP_PAYLOAD;
 	run->pending = 0;
@@ -274,6 +275,8 @@ void run_payload(struct kvio_ring *ring, struct run *run, uint8_t op)
 		io->addr = (uint8_t *)(uintptr_t)block->addr + at;
 		io->offset = slot_offset(ring->store, block->slot) + at;
 		io->nbytes = (uint32_t)(left < piece ? left : piece);
+		/* Of a copy that is alone the last piece is made here, while workers wake up. */
+		io->here = alone && at && left <= piece;
 		at += io->nbytes;
 		left -= io->nbytes;
 		run->pending++;

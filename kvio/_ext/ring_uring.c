@@ -200,7 +200,8 @@ static void start_on(struct kvio_ring *ring, struct queue *queue, struct io *io)
 	if (number >= 0)
 		sqe->flags |= IOSQE_FIXED_FILE;
 	/* A copy would be made by this thread, one after the other: the workers are several. */
-	if (io->op == IO_READ && io->segment->buffered && io->limit >= MIN_ASYNC_BYTES) {
+	if (io->op == IO_READ && io->segment->buffered && io->limit >= MIN_ASYNC_BYTES &&
+	    !io->here) {
 		sqe->flags |= IOSQE_ASYNC;
 		stats_add(&ring->stats.async_ios, 1);
 	}
@@ -211,7 +212,7 @@ static void start_on(struct kvio_ring *ring, struct queue *queue, struct io *io)
 static void uring_start(struct kvio_ring *ring, struct io *io)
 {
 	struct uring *uring = ring->device;
-	bool poll = uring->polling && io->run;
+	bool poll = uring->polling && io->run && !io->segment->buffered;
 
 	uring->in_poll += poll;
 	start_on(ring, poll ? &uring->poll : &uring->main, io);
@@ -408,12 +409,13 @@ static int add_slices(struct kvio_ring *ring, struct region *region)
 	region->first = rc;
 	rc = queue_add(&uring->main, region, wanted);
 	if (rc == 0 && uring->has_poll && uring->poll.has_buffers) {
-		/* The polled ring has the same table, or none. */
-		rc = queue_add(&uring->poll, region, wanted);
-		if (rc < 0) {
+		/* The polled ring has the same table, or is not used. */
+		if (queue_add(&uring->poll, region, wanted) < 0) {
 			queue_drop(&uring->poll, region);
-			region->count = wanted;
+			uring->polling = false;
+			__atomic_store_n(&ring->stats.poll_errno, ENOMEM, __ATOMIC_RELAXED);
 		}
+		region->count = wanted;
 	}
 	if (rc < 0) {
 		queue_drop(&uring->main, region);

@@ -24,9 +24,11 @@ def choose_queue_depth(path: str, wanted: int | None) -> tuple[int, str]:
     folder = os.path.realpath(os.path.join(SYS_BLOCK, name))
     if os.path.exists(os.path.join(folder, "partition")):
         folder = os.path.dirname(folder)
+    queue = {}
     try:
-        queue = {key: int(open(os.path.join(folder, "queue", key)).read())
-                 for key in ("rotational", "nr_requests")}
+        for key in ("rotational", "nr_requests"):
+            with open(os.path.join(folder, "queue", key)) as file:
+                queue[key] = int(file.read())
     except (OSError, ValueError):
         return _OTHERWISE, f"no block device is known behind {path}"
     most = _MOST_ROTATING if queue["rotational"] else _MOST
