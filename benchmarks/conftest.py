@@ -128,6 +128,9 @@ def pytest_terminal_summary(terminalreporter, config):
     session = getattr(config, "_benchmarksession", None)
     if session is None or session.disabled:
         return
+    for bench in session.benchmarks:
+        if "report" in bench.extra_info:
+            terminalreporter.write_line(bench.extra_info["report"])
     rows = [line for line in map(row, session.benchmarks) if line]
     if not rows:
         return

@@ -164,9 +164,9 @@ def _take_pages(fd, nbytes):
             raise OSError(errno.ENOSPC, "checked before")
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as failed:
-        raise MappingFailed(failed.errno, f"a named pool of {nbytes} bytes does not fit into {_SHM} "
-                            f"({free} bytes free): make it smaller, or mount -o remount,size=... "
-                            f"{_SHM}, or docker run --shm-size=...") from None
+        raise MappingFailed(failed.errno, f"a named pool of {nbytes} bytes does not fit into "
+                            f"{_SHM} ({free} bytes free): make it smaller, or mount -o "
+                            f"remount,size=... {_SHM}, or docker run --shm-size=...") from None
 
 
 def release_shm(path: str, fd: int, owner: int) -> None:
