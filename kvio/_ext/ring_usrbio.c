@@ -352,6 +352,7 @@ static bool complete_helped(struct kvio_ring *ring)
 	done[0] = usrbio->synced;
 	usrbio->synced = NULL;
 	pthread_mutex_unlock(&usrbio->lock);
+	ring->clock_ns = now_ns();
 	done[1] = usrbio->failed;
 	usrbio->failed = NULL;
 	for (int i = 0; i < 2; i++) {

@@ -405,7 +405,7 @@ def test_dead_segments_with_pinned_blocks_or_own_ancestors_stay(tmp_path, clock)
 def test_a_dead_segment_that_cannot_be_deleted_fails_no_write(tmp_path):
     left_behind(tmp_path, 2)
     with small(tmp_path, 25) as store:
-        watch = store._capacity._watch = Dead(store)
+        watch = store._watch
         watch.reclaim = lambda number: os.unlink("/nonexistent/segment")
         assert attempt(store, chain(10)).tolist() == [0] * 5 + [-errno.ENOSPC] * 5
         watch.reclaim = lambda number: False        # it has come back to life

@@ -100,6 +100,11 @@ def test_positive_control_without_verification_a_flip_is_returned(filled, backen
 
 def test_without_verification_the_header_is_read_again(filled, backend):
     path, segment, keys, _ = filled
+    with open(segment, "r+b") as file:          # as if its writer had not closed: it may go on
+        page1 = np.frombuffer(file.read(8192)[4096:], fmt.PAGE1)[0].copy()
+        page1["heartbeat"] = 7
+        file.seek(4096)
+        file.write(fmt.seal(page1))
     with open_store(path, backend, **DURABLE) as store:     # the index knows all ten
         def header(slot):
             return slice(8192 + 128 * slot, 8192 + 128 * (slot + 1))
