@@ -146,6 +146,8 @@ class Round:
             self.required[more[0]] = int(more[1])
         elif what == "dropped":
             self.required.pop(more[0], None)
+        elif what == "absent":
+            self.known.pop(more[0], None)
         elif what == "gone":
             self.required = {}
         elif what == "checked":
