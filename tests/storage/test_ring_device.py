@@ -15,6 +15,9 @@ LARGE = BlockLayout(num_layers=4, block_tokens=16, bytes_per_token=16 << 10)    
 IOPOLL, SQPOLL = 1, 2           # IORING_SETUP_*
 
 
+local = pytest.mark.parametrize("backend", ["uring", "threads"], indirect=True)    # no 3FS there
+
+
 @pytest.fixture
 def tmpfs():
     if not os.access("/dev/shm", os.W_OK):
@@ -61,6 +64,7 @@ def test_no_device_is_no_error(tmp_path, monkeypatch):
     assert chosen == 32 and "no block device" in why
 
 
+@local
 def test_tmpfs_counts_as_buffered(tmpfs, backend):
     """Newer kernels accept O_DIRECT there, and copy."""
     with open_store(tmpfs, backend) as store:
@@ -100,6 +104,7 @@ def _flags(fd):
         return int(file.read().split("flags:")[1].split()[0], 8)
 
 
+@local
 def test_large_copies_are_shared_by_the_kernels_workers(tmpfs, backend):
     with open_store(tmpfs, backend, LARGE, segment_bytes=16 << 20) as store:
         keys = chain(6, layout=LARGE)
