@@ -284,18 +284,6 @@ static int reserve_places(struct kvio_index *index, struct segment *segment, uin
 
 /* ---- many places ---- */
 
-static int check_blocks(const struct kvio_index *index, const struct kvio_block_io *blocks,
-			uint32_t count)
-{
-	for (uint32_t i = 0; i < count; i++) {
-		const struct segment *segment = segment_of(index, blocks[i].segment);
-
-		if (!segment || blocks[i].slot >= segment->slots)
-			return -EINVAL;
-	}
-	return 0;
-}
-
 /* A parent that is not the block before: its bucket and its row are misses as well. */
 static void prefetch(const struct kvio_index *index, const struct kvio_block_io *blocks,
 		     uint32_t left)
@@ -308,6 +296,18 @@ static void prefetch(const struct kvio_index *index, const struct kvio_block_io 
 	if (left > AHEAD / 2 &&
 	    memcmp(blocks[AHEAD / 2].parent, blocks[AHEAD / 2 - 1].key, 16))
 		trie_prefetch_row(index, hash_key(index, blocks[AHEAD / 2].parent));
+}
+
+static int check_blocks(const struct kvio_index *index, const struct kvio_block_io *blocks,
+			uint32_t count)
+{
+	for (uint32_t i = 0; i < count; i++) {
+		const struct segment *segment = segment_of(index, blocks[i].segment);
+
+		if (!segment || blocks[i].slot >= segment->slots)
+			return -EINVAL;
+	}
+	return 0;
 }
 
 static int64_t insert(struct kvio_index *index, const struct kvio_block_io *blocks,
@@ -370,13 +370,16 @@ static int64_t replace(struct kvio_index *index, uint32_t number, uint32_t first
 	index->anchor = LRU;
 	for (uint32_t slot = first; slot < first + count; slot++) {
 		if ((slot - first) % PIECE == 0) {
-			rc = reserve_places(index, segment, PIECE);
+			rc = reserve_places(index, segment, num_blocks - next < PIECE ?
+					    num_blocks - next : PIECE);
 			if (rc < 0)
 				return rc;
 		}
 		if (next < num_blocks && blocks[next].slot == slot) {
-			struct kvio_block_io block = blocks[next++];
+			struct kvio_block_io block = blocks[next];
 
+			prefetch(index, blocks + next, num_blocks - next);
+			next++;
 			block.segment = number;
 			changed += add_place(index, &block, &fresh);
 		} else if (segment->rows[slot]) {
