@@ -61,18 +61,25 @@ def _segments(path):
             for writer, number, blocks in admin.list_blocks(path)]
 
 
-def tidy(path, say):
-    """Keep the store small. What may go with old segments is not asked for any more."""
-    if any(one["why"].startswith("writer") for one in admin.gc(
-            path, max_bytes=STORE_BYTES, dead_after_s=0, dry_run=True)["removed"]):
+def tidy(path, order, say):
+    """Keep the store small. Of what was durable, what is left is asked for in later rounds, too."""
+    limits = {"max_bytes": STORE_BYTES, "dead_after_s": 0}
+    going = {one["file"] for one in admin.gc(path, dry_run=True, **limits)["removed"]
+             if one["why"].startswith("writer")}
+    if going:
         say("gone")
-        admin.gc(path, max_bytes=STORE_BYTES, dead_after_s=0)
+        left = {bytes(key) for name, blocks in _segments(path) if name not in going
+                for key in blocks["key"]}
+        for number, count in order["required"].items():
+            if left.issuperset(key["key"].tobytes() for key in chain(count, int(number))):
+                say("stored", number, count)
+        admin.gc(path, **limits)
 
 
 def one_round(path, order, say):
     check(path, order, say)
     if os.path.exists(os.path.join(path, "kvio.json")):
-        tidy(path, say)
+        tidy(path, order, say)
     say("writing")
     writer(path, order["plan"], say)
 

@@ -13,9 +13,10 @@ from kvio.storage import format as fmt
 HERE = Path(__file__).parent
 
 
-def soak(name, *arguments, status=0):
+def soak(name, *arguments, status=0, folder=None):
     done = subprocess.run([sys.executable, str(HERE / name), *arguments], capture_output=True,
-                          text=True, timeout=600)
+                          text=True, timeout=600,
+                          env={**os.environ, **({"TMPDIR": str(folder)} if folder else {})})
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
@@ -67,12 +68,12 @@ def test_the_check_sees_lost_blocks(filled):
 
 
 @pytest.mark.needs("guest")
-def test_power_cuts():
-    assert "passed:" in soak("soak_power.py", "--rounds", "3")
+def test_power_cuts(tmp_path):
+    assert "passed:" in soak("soak_power.py", "--rounds", "3", folder=tmp_path)
 
 
 @pytest.mark.needs("guest")
 @pytest.mark.parametrize("control", ["visible", "flush"])
-def test_power_cuts_are_seen(control):
-    said = soak("soak_power.py", "--rounds", "25", "--control", control, status=1)
+def test_power_cuts_are_seen(tmp_path, control):
+    said = soak("soak_power.py", "--rounds", "25", "--control", control, status=1, folder=tmp_path)
     assert "AssertionError" in said or "mount:" in said
