@@ -14,7 +14,8 @@ PATIENCE = 300                          # seconds
 
 class Claim(NamedTuple):
     """`kind` of a against b: "rate" (GB/s), "time" or "cpu" are ratios, "cpu+" is a difference in
-    s/GB. `at_least` or `at_most` is what is wanted; neither: it is only shown."""
+    s/GB; "cpu rate" is a's GB in a second of CPU. `at_least` or `at_most` is what is wanted;
+    neither: it is only shown."""
     kind: str
     a: str
     b: str
@@ -29,11 +30,13 @@ class Claim(NamedTuple):
             return a["seconds"] / a["nbytes"] / (b["seconds"] / b["nbytes"])
         if self.kind == "cpu":
             return a["cpu"] / a["nbytes"] / max(1e-15, b["cpu"] / b["nbytes"])
+        if self.kind == "cpu rate":
+            return a["nbytes"] / a["cpu"] / 1e9
         return 1e9 * (a["cpu"] / a["nbytes"] - b["cpu"] / b["nbytes"])
 
     def __str__(self):
         what = {"rate": "{} / {}, GB/s", "time": "{} / {}, time", "cpu": "{} / {}, CPU",
-                "cpu+": "{} - {}, CPU s/GB"}[self.kind]
+                "cpu+": "{} - {}, CPU s/GB", "cpu rate": "{}, GB/CPU s"}[self.kind]
         return what.format(self.a, self.b)
 
     @property

@@ -182,6 +182,8 @@ struct backend {
 	int (*open)(struct kvio_ring *ring);	/* this and all below but wake: in the thread */
 	void (*close)(struct kvio_ring *ring);
 	void (*start)(struct kvio_ring *ring, struct io *io);
+	/* What was started goes to the device now, not with the next wait; NULL: it has gone. */
+	void (*flush)(struct kvio_ring *ring);
 	/* Submits, then sleeps until a completion, a wake or the timeout (< 0: none). */
 	void (*wait)(struct kvio_ring *ring, int64_t timeout_ns);
 	void (*wake)(struct kvio_ring *ring);

@@ -242,6 +242,15 @@ static void uring_start(struct kvio_ring *ring, struct io *io)
 	start_on(ring, poll ? &uring->poll : &uring->main, io);
 }
 
+static void uring_flush(struct kvio_ring *ring)
+{
+	struct uring *uring = ring->device;
+
+	io_uring_submit(&uring->main.ring);
+	if (uring->in_poll)
+		io_uring_submit(&uring->poll.ring);
+}
+
 static void arm_wake(struct uring *uring)
 {
 	struct io_uring_sqe *sqe = get_sqe(&uring->main);
@@ -451,7 +460,8 @@ static int add_slices(struct kvio_ring *ring, struct region *region)
 
 const struct backend uring_backend = {
 	.prepare = uring_prepare, .open = uring_open, .close = uring_close,
-	.discard = uring_discard, .start = uring_start, .wait = uring_wait, .wake = uring_wake,
-	.add_slices = add_slices, .drop_slices = drop_slices, .forget_files = forget_files,
+	.discard = uring_discard, .start = uring_start, .flush = uring_flush, .wait = uring_wait,
+	.wake = uring_wake, .add_slices = add_slices, .drop_slices = drop_slices,
+	.forget_files = forget_files,
 };
 #endif

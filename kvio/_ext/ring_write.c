@@ -45,6 +45,9 @@ static void write_payload(struct kvio_ring *ring, struct run *run)
 {
 	uint64_t nbytes = ring->store->params.block_nbytes;
 
+	/* The device works on the runs before this one while its CRC is computed. */
+	if (ring->backend->flush)
+		ring->backend->flush(ring);
 	for (uint32_t i = run->first; i < run->first + run->count; i++) {
 		struct kvio_block_io *block = &run->batch->blocks[i];
 

@@ -100,7 +100,8 @@ class BlockStore:
             (`stats()["queue_depth_reason"]`).
         direct_io: "auto" bypasses the page cache (O_DIRECT) where the file system can.
         iopoll, sqpoll: io_uring's IORING_SETUP_IOPOLL and _SQPOLL; both spend CPU on polling. What
-            the machine refuses is done without, with a warning and in the ring's `stats()`.
+            the machine refuses is done without, with a warning and in the ring's `stats()`. Their
+            gain was not measured.
         dead_after_s: a writer whose heartbeat (one a second) does not change for so long is
             taken for dead; its blocks stay readable and may be reclaimed. Give the same value to
             all who share a directory.
