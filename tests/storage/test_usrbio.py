@@ -367,7 +367,7 @@ def test_closing_leaves_nothing(tmp_path, standin, monkeypatch):
 @pytest.mark.parametrize("which", [s.READS, s.WRITES])
 def test_an_open_that_fails_leaves_nothing(tmp_path, standin, which):
     keys = chain(3)
-    with open_store(tmp_path, "usrbio") as store:
+    with open_store(tmp_path, "usrbio", poll_s=0) as store:     # the watch opens files by itself
         before = Left(standin)
         standin.fault(s.CREATE, -errno.ENOMEM, mask=which)
         for _ in range(3):
