@@ -59,7 +59,7 @@ HEADER = _struct(
     (72, "slot", "<u4"), (76, "tokens", "<u4"), (80, "payload_crc", "<u4"),
     (84, "flags", "<u4"), (124, "crc", "<u4"))
 
-CLOSED = 2**64 - 1                          # heartbeat: nobody writes this segment any more
+HEARTBEAT_CLOSED = 2**64 - 1                # heartbeat: nobody writes this segment any more
 MAX_TOUCHES = 65_536
 BLOCK_DURABLE, HEADER_DURABLE = 4, 1        # the same flag in BLOCK_IO and on disk
 

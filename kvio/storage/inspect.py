@@ -18,10 +18,8 @@ from kvio.storage.scan import open_file
 __all__ = ["ALIVE", "CLOSED", "DEAD", "Folder", "Look", "SegmentView", "is_root", "list_folder",
            "read_at", "read_description", "stamp", "view_segment"]
 
-HEARTBEAT_CLOSED = (1 << 64) - 1
 ALIVE, CLOSED, DEAD = "alive", "closed", "silent"
 _DRAFT = re.compile(r"kvio\.json\.[0-9a-f]{32}\Z")
-_TOUCH = re.compile(r"touch-([0-9a-f]{32})\Z")
 _LOOK_EVERY_S = 0.25
 
 
@@ -70,7 +68,7 @@ def list_folder(folder: str) -> Folder:
             found.segments.append(name)
         elif _DRAFT.match(name):
             found.drafts.append(name)
-        elif _TOUCH.match(name):
+        elif fmt.parse_touch_name(name):
             found.touches.append(name)
         elif name != fmt.JSON_NAME:
             found.others.append(name)
@@ -252,5 +250,5 @@ def _state(before, now):
         return ALIVE
     page = list(now.values())[-1][1]                    # of the newest segment
     closed = len(page) == PAGE and fmt.is_sealed(page) and \
-        np.frombuffer(page, fmt.PAGE1)[0]["heartbeat"] == HEARTBEAT_CLOSED
+        np.frombuffer(page, fmt.PAGE1)[0]["heartbeat"] == fmt.HEARTBEAT_CLOSED
     return CLOSED if closed else DEAD

@@ -74,7 +74,7 @@ class BlockStore:
         self._requests = Requests(path, layout, self._lock, self._index, self._writer,
                                   self._capacity, self._rings, backend)
         self._requests.watch = self._watch
-        self._harvest, self._forget = self._requests.harvest, self._requests.forget
+        self._harvest = self._requests.harvest
 
     @classmethod
     def open(cls, path, layout: BlockLayout, *, backend: str = "auto", verify: str = "always",

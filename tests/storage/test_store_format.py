@@ -103,7 +103,7 @@ def test_a_script_reads_a_store_from_the_document_alone(tmp_path):
     with open_store(tmp_path, segment_bytes=200_000) as store:
         put(store, keys[:20])
         put(store, keys[20:], scattered=True)
-        store._forget(keys[25:26])
+        store.forget(keys[25:26])
         put(store, keys[29:])
     script = str(HERE / "read_by_format.py")
     text = Path(script).read_text()
