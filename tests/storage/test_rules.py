@@ -1,10 +1,12 @@
 """Rules of the store that no other file tests by name; docs/rules.md lists where each one is."""
 import errno
 import os
+import re
 import threading
 import time
 import uuid
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -250,3 +252,14 @@ def test_a_header_page_that_is_damaged_loses_no_other(tmp_path, backend):
         put(store, chain(1, 7))                     # the same header page
         assert on_disk(store) == list(range(21))
         assert readable(store, chain(20)).all()
+
+
+def test_the_document_of_rules_names_tests_that_exist():
+    here = Path(__file__).resolve().parent
+    named = re.findall(r"`(test_\w+)`", (here.parent.parent / "docs" / "rules.md").read_text())
+    there = set(re.findall(r"^def (test_\w+)", "".join(
+        path.read_text() for path in sorted(here.glob("test_*.py"))), re.M))
+    assert len(named) > 90 and set(named) <= there, sorted(set(named) - there)
+    mine = set(re.findall(r"^def (test_\w+)", Path(__file__).read_text(), re.M))
+    assert mine - set(named) <= {"test_the_document_of_rules_names_tests_that_exist",
+                                 "test_a_header_page_that_is_damaged_loses_no_other"}
