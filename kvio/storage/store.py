@@ -175,8 +175,9 @@ class BlockStore:
             return self._index.find(keys)["status"] != -errno.ENOENT
 
     def forget(self, keys) -> None:
-        """Drop blocks that this store object has written; others stay. Their slots are used
-        again; until then their bytes are on disk, and whoever opens the store finds them."""
+        """Drop blocks that this store object has written; what others have written stays. Their
+        slots are used again; until then their bytes are on disk, and other processes may go on
+        finding them: it is eviction, not erasure."""
         self._check_open()
         self._requests.forget(keys)
 

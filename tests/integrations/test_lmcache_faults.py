@@ -271,9 +271,12 @@ def test_two_processes_share_the_directory(tmp_path, connector):
             here = Buffers(30)
             assert get(third, names(30, tag), here.views)[0]
             assert all(here.holds(i, fill) for i in range(30))
-    # A size that the other one began to store is found without opening anew.
+    # What the other one has stored, in a size of its own too, is found without opening anew.
     end = time.monotonic() + 10
-    while not all(exists(connector, names(4, "odd"))[2]):
+    while not all(exists(connector, names(4, "odd") + names(30, "7-"))[2]):
         assert time.monotonic() < end
         time.sleep(0.05)
     assert get(connector, names(4, "odd"), Buffers(4, 777).views)[0]
+    here = Buffers(30)
+    assert get(connector, names(30, "7-"), here.views)[0]
+    assert all(here.holds(i, 7) for i in range(30))
