@@ -221,7 +221,7 @@ class Watch:
                 number = self._add_file(fd, uuid)
             self._recovered("open")
         except OSError as failed:
-            uuid = os.strerror(failed.errno)
+            uuid = failed.strerror
             if failed.errno in _FULL:
                 if first:
                     raise
