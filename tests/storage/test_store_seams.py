@@ -42,3 +42,29 @@ def test_a_description_that_is_no_file_is_refused(tmp_path, alarm, make):
     make(tmp_path / "kvio.json")
     with pytest.raises(StoreError, match="not a regular file"):
         open_store(tmp_path)
+
+
+def take_for_dead(store, writer):
+    """`store` takes another store's writer for dead, as if that had been stopped for long, and
+    deletes its segments."""
+    watch = store._watch
+    found = watch._writers[writer._writer.uuid]
+    while found.segments:                       # its heartbeat may come in between
+        found.dead = True
+        watch._groups.clear()
+        watch._note_gone()
+        for number, _ in list(found.segments.values()):
+            watch.reclaim(number)
+
+
+def test_a_writer_that_returns_after_it_was_reclaimed_has_no_zeros_for_blocks(tmp_path, backend):
+    """Neither itself nor who still has its file open, whatever it writes until it notices."""
+    never = {"verify": "never", "durability": "durable", "poll_s": 0}
+    with open_store(tmp_path, backend, **never) as zombie:
+        put(zombie, chain(40)[:8])
+        with open_store(tmp_path, backend, **never) as reader, \
+                open_store(tmp_path, **never) as reclaimer:
+            take_for_dead(reclaimer, zombie)
+            put(zombie, chain(40)[8:])
+            for store in (zombie, reader):
+                assert readable(store, chain(40)[:8]).all()         # compares the bytes
