@@ -1,5 +1,4 @@
 """Where the parts of the store meet each other and what others leave in its directory."""
-import errno
 import os
 import signal
 import threading
@@ -7,8 +6,8 @@ import uuid
 
 import pytest
 
-from blocks import LAYOUT, chain, open_store, put, readable
-from kvio.errors import StoreError
+from blocks import Blocks, chain, open_store, put, readable
+from kvio.errors import Closed, StoreError
 
 
 @pytest.fixture
@@ -68,3 +67,50 @@ def test_a_writer_that_returns_after_it_was_reclaimed_has_no_zeros_for_blocks(tm
             put(zombie, chain(40)[8:])
             for store in (zombie, reader):
                 assert readable(store, chain(40)[:8]).all()         # compares the bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_waits_for_no_lock_and_no_transfer_of_its_parent(tmp_path):
+    """Threads that hold them, and C threads that complete them, do not live in the child."""
+    keys = chain(4)
+    source = Blocks(4, keys=keys)
+    with open_store(tmp_path) as store:
+        ring = store.open_ring()
+        ring._ring._pause(True)
+        ring.write(keys, source.pool, source.ids)
+        held, release = threading.Event(), threading.Event()
+
+        def hold():
+            with store._lock:
+                held.set()
+                release.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                signal.alarm(10)
+                refused = 0
+                for use in (lambda: store.match(keys), lambda: store.contains(keys),
+                            lambda: store.pin(keys), lambda: store.unpin(keys), store.stats,
+                            store.open_ring, store.sync, lambda: store.forget(keys),
+                            lambda: store.read(keys, source.pool, source.ids), store.refresh,
+                            lambda: ring.write(keys, source.pool, source.ids)):
+                    try:
+                        use()
+                    except Closed as wrong:
+                        refused += "fork" in str(wrong)
+                ring.close(drain=True)
+                store.close(drain=True)
+                code = 0 if refused == 11 else 2
+            finally:
+                os._exit(code)
+        release.set()
+        thread.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        ring._ring._pause(False)
+        ring.close(drain=True)
+        assert readable(store, keys).all()
