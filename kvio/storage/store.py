@@ -166,8 +166,7 @@ class BlockStore:
         """Length of the stored prefix of a chain, in blocks: keys[:n] are stored. Advisory: `read`
         has the last word."""
         keys = as_keys(keys)
-        with self._lock:
-            self._check_open()
+        with self._opened():
             self._harvest()
             count = self._index.match(keys)
             self._requests.counts["asked_blocks"] += len(keys)
@@ -177,8 +176,7 @@ class BlockStore:
     def contains(self, keys) -> np.ndarray:
         """bool `[n]`, per key: is it stored, whatever its ancestors? Advisory, as `match` is."""
         keys = as_keys(keys)
-        with self._lock:
-            self._check_open()
+        with self._opened():
             self._harvest()
             return self._index.find(keys)["status"] != -errno.ENOENT
 
@@ -220,8 +218,7 @@ class BlockStore:
         `unpin`; returns its length in blocks. Pins count. Other processes do not know of them: a
         block of another writer may go all the same."""
         keys = as_keys(keys)
-        with self._lock:
-            self._check_open()
+        with self._opened():
             self._harvest()
             return self._capacity.pin(keys)
 
@@ -229,8 +226,7 @@ class BlockStore:
         """Take back one `pin` of each of these keys: those it has counted, `keys[:count]`. Keys
         that are not pinned are ignored."""
         keys = as_keys(keys)
-        with self._lock:
-            self._check_open()
+        with self._opened():
             self._capacity.unpin(keys)
 
     @contextlib.contextmanager
@@ -246,8 +242,7 @@ class BlockStore:
 
     def sync(self) -> None:
         """Make every write that has completed survive a power loss. Blocks; StoreError."""
-        with self._lock:
-            self._check_open()
+        with self._opened():
             self._harvest()                 # what has completed is dirty, whoever has seen it
         try:
             self._writer.sync()
@@ -263,8 +258,7 @@ class BlockStore:
         checked_int("read_bytes_per_s", read_bytes_per_s, 0, INT64_MAX)
         checked_int("write_bytes_per_s", write_bytes_per_s, 0, INT64_MAX)
         checked_int("window_ns", window_ns, 1, INT64_MAX)
-        with self._lock:
-            self._check_open()
+        with self._opened():
             try:
                 ring = _ring.Ring(self._files, self.backend, self.queue_depth, IO_BYTES,
                                   int(read_bytes_per_s), int(write_bytes_per_s), int(window_ns),
@@ -281,7 +275,7 @@ class BlockStore:
 
     def _default_ring(self):
         if self._default is None:
-            with self._lock:
+            with self._opened():
                 if self._default is None:
                     self._default = self.open_ring(name="default")
         return self._default
@@ -293,8 +287,7 @@ class BlockStore:
         bytes, what was ignored or damaged, hits and evictions (in blocks), `sharing`, `rings`."""
         self._check_open()
         sharing = self._watch.stats()
-        with self._lock:
-            self._check_open()
+        with self._opened():
             self._harvest()
             rings = {ring.name: ring.stats() for ring in self._rings if not ring._closed}
             direct = [d for d in (self.scan.direct_io, self._writer.direct_io) if d is not None]
@@ -342,6 +335,15 @@ class BlockStore:
                 self._writer.finish()
                 self._ended = True
         _open_stores.discard(self)
+
+    @contextlib.contextmanager
+    def _opened(self):
+        """The lock, of a store that is open. In a forked child it may be held for ever, by a
+        thread of the parent: so whether this is one is asked first."""
+        self._check_fork()
+        with self._lock:
+            self._check_open()
+            yield
 
     def _check_open(self):
         self._check_fork()
