@@ -45,7 +45,7 @@ DISK_CLAIMS = (
     Claim("cpu+", "KvioAlways", "Kvio", at_most=0.15), Claim("cpu", "LiburingHuge", "NixlNap"),
     Claim("rate", "Liburing", "Fio"), Claim("rate", "LmcacheRaw", "Fio"),
     Claim("rate", "LmcacheFs", "Fio"))
-MEMORY = ("LmcacheFs", "Kvio", "Pread4", "KvioAlways", "Liburing")
+MEMORY = ("LmcacheFs", "Kvio", "Pread4", "KvioAlways")
 MEMORY_CLAIMS = (
     Claim("rate", "Kvio", "LmcacheFs", at_least=1), Claim("rate", "Kvio", "Pread4"),
     Claim("cpu", "Kvio", "LmcacheFs"), Claim("rate", "KvioAlways", "LmcacheFs"))
