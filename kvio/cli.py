@@ -5,7 +5,7 @@ import sys
 import threading
 
 import kvio
-from kvio import doctor
+from kvio import cli_store, doctor
 from kvio.errors import KvioError
 
 
@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
                          "directory); removed afterwards")
     command.add_argument("--quiet", action="store_true", help="no progress on stderr")
     command.set_defaults(run=_demo)
+    cli_store.add_commands(commands)
     return top
 
 

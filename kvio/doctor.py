@@ -166,11 +166,26 @@ def _cuda():
 
 
 def _usrbio():
-    library, reason = _open("libhf3fs_api_shared.so")
-    if library is None:
-        return Finding("3FS USRBIO", "missing", reason, "nothing to do: this version of kvio "
-                       "stores on local disks only")
-    return Finding("3FS USRBIO", "ok", "libhf3fs_api_shared.so")
+    """Through kvio's own loader: the library takes memory for every file that the hard limit of
+    open files allows, and the loader looks at that first."""
+    try:
+        code, reason = importlib.import_module("kvio._ext.ring").usrbio_load()
+        mounts = importlib.import_module("kvio.storage.usrbio").mount_points()
+    except ImportError as error:
+        return Finding("3FS USRBIO", "missing", str(error), "install a wheel, or run make setup in "
+                       "the source tree")
+    where = f"mounted at {', '.join(mounts)}" if mounts else "no mount of 3FS"
+    if code:
+        remedy = "nothing to do: without 3FS the store uses local disks" if not mounts else \
+            "KVIO_HF3FS_LIB=<file> or HF3FS_LIB_DIR=<folder>: until then the store goes through " \
+            "the kernel"
+        return Finding("3FS USRBIO", "limited" if mounts else "missing", f"{where}; {reason}",
+                       remedy)
+    lacking = [mount for mount in mounts if not os.path.isdir(f"{mount}/3fs-virt/iovs")]
+    if lacking:
+        return Finding("3FS USRBIO", "limited", f"{where}; no 3fs-virt/iovs in "
+                       f"{', '.join(lacking)}", "bind-mount 3fs-virt into this container too")
+    return Finding("3FS USRBIO", "ok", f"the library is here, {where}")
 
 
 def _regex():

@@ -195,11 +195,15 @@ PRESETS = {
 
 
 def root_key(layout: BlockLayout, namespace: bytes = b"") -> bytes:
-    """The parent of every chain's first block: it names model, tenant and geometry; 16 bytes."""
+    """The parent of every chain's first block: it names model, tenant and geometry; 16 bytes.
+
+    It begins with a mark, so that a first block can be told from one whose parent is not stored.
+    """
     if not isinstance(namespace, bytes):
         raise InvalidArgument(f"namespace must be bytes, not {type(namespace).__name__}")
-    return hashlib.blake2b(namespace, digest_size=16, salt=layout.fingerprint,
-                           person=b"kvio-root-1").digest()
+    digest = hashlib.blake2b(namespace, digest_size=16, salt=layout.fingerprint,
+                             person=b"kvio-root-1").digest()
+    return b"root" + digest[:12]
 
 
 def block_keys(token_ids, layout: BlockLayout, namespace: bytes = b"",

@@ -5,25 +5,20 @@ export makes resizing impossible). `BlockPool` hands out blocks of one region. A
 freed while a transfer still touches it waits, out of everybody's reach, until that transfer has
 drained; then its epoch rises and it is free.
 """
-import errno
-import mmap
 import os
 import threading
-import warnings
+import weakref
 
 import numpy as np
 
-from kvio.errors import Busy, Closed, InvalidArgument, MappingFailed, OutOfBlocks, checked_int
+from kvio.errors import Busy, Closed, InvalidArgument, OutOfBlocks, checked_int
 from kvio.layout import PAGE, BlockLayout, Side, any_array
+from kvio.pages import (advise_huge, anonymous, bind_to_node, named_shm, release_shm,
+                        sealed_memfd)
 
-__all__ = ["BlockAllocator", "BlockPool", "LayerPool", "POISON", "Region", "anonymous",
-           "bind_to_node", "has_twins", "numa_nodes", "sealed_memfd"]
+__all__ = ["BlockAllocator", "BlockPool", "LayerPool", "POISON", "Region", "has_twins"]
 
 POISON = 0xA5               # fills freed blocks, so that stale bytes cannot pass for KV
-_HUGE = 2 << 20
-_MAP_HUGETLB, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MPOL_BIND = 0x40000, 14, 15, 2
-_F_ADD_SEALS, _MFD_ALLOW_SEALING = 1033, 2
-_SEALS = 0x1 | 0x2 | 0x4 | 0x10     # SEAL, SHRINK, GROW, FUTURE_WRITE
 
 
 class Region:
@@ -53,113 +48,6 @@ class Region:
 
     def __repr__(self):
         return f"<{type(self).__name__} {self.nbytes} bytes at {self.addr:#x}>"
-
-
-def anonymous(nbytes: int, hugepages: bool | None = None,
-              numa_node: int | None = None) -> mmap.mmap:
-    """Page-aligned memory of this process alone, not inherited by forked children: a child would
-    otherwise write into pages that a NIC still knows by their old owner.
-
-    hugepages: None takes transparent huge pages where the system gives them (a device that reads
-    into 4 KiB pages costs two to five times the CPU), False wants none, True wants reserved ones
-    (MAP_HUGETLB) and else transparent ones; what it does not get it warns of. numa_node: where the
-    pages come from; InvalidArgument if there is no such node.
-    """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = _reserved_huge(nbytes, flags) if hugepages else None
-    if memory is None:
-        unit = _HUGE if hugepages or hugepages is None and nbytes >= _HUGE else PAGE
-        memory = _mapped(-1, -(-nbytes // unit) * unit, flags)
-        if unit == _HUGE:
-            _advise_huge(memory, hugepages)
-        elif hugepages is False:
-            memory.madvise(_MADV_NOHUGEPAGE)
-    memory.madvise(mmap.MADV_DONTFORK)
-    bind_to_node(memory, numa_node)
-    return memory
-
-
-def _reserved_huge(nbytes, flags):
-    try:
-        return mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags | _MAP_HUGETLB)
-    except OSError as failed:
-        warnings.warn(f"no reserved huge pages ({failed.strerror}; see /proc/sys/vm/nr_hugepages): "
-                      "asking for transparent ones", RuntimeWarning, stacklevel=4)
-        return None
-
-
-def _advise_huge(memory, wanted, knob="enabled"):
-    """Transparent huge pages; a warning if they were `wanted` and the system has none."""
-    try:
-        memory.madvise(_MADV_HUGEPAGE)
-        with open(f"/sys/kernel/mm/transparent_hugepage/{knob}") as file:
-            why = f"{file.name} says {file.read().strip()}"
-        refused = "[never]" in why or "[deny]" in why
-    except OSError as failed:
-        why, refused = failed.strerror, True
-    if wanted and refused:
-        warnings.warn(f"no transparent huge pages either ({why}): using 4 KiB pages",
-                      RuntimeWarning, stacklevel=4)
-
-
-def numa_nodes() -> list[int]:
-    """The NUMA nodes of this machine that have memory."""
-    try:
-        with open("/sys/devices/system/node/has_memory") as file:
-            spans = file.read().strip().split(",")
-    except OSError:                         # a kernel without NUMA
-        return [0]
-    pairs = [(span.split("-") * 2)[:2] for span in spans if span]
-    return [node for first, last in pairs for node in range(int(first), int(last) + 1)]
-
-
-def bind_to_node(memory: mmap.mmap, node: int | None) -> None:
-    """Pages of `memory` that are touched from now on come from this NUMA node and no other."""
-    if node is None:
-        return
-    node = checked_int("numa_node", node, 0)
-    if node not in numa_nodes():
-        raise InvalidArgument(f"there is no NUMA node {node} with memory: this machine has "
-                              f"{numa_nodes()} (lscpu, numactl -H)")
-    number = {"x86_64": 237, "aarch64": 235}.get(os.uname().machine)
-    if number is None:
-        raise InvalidArgument(f"numa_node is not known on {os.uname().machine}; start the process "
-                              f"with numactl --membind={node} instead")
-    import ctypes
-    libc, mask = ctypes.CDLL(None, use_errno=True), (ctypes.c_ulong * 17)()
-    mask[node // 64] = 1 << node % 64
-    start = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-    if libc.syscall(ctypes.c_long(number), ctypes.c_void_p(start), ctypes.c_size_t(len(memory)),
-                    ctypes.c_long(_MPOL_BIND), mask, ctypes.c_ulong(1024), ctypes.c_long(0)):
-        code = ctypes.get_errno()
-        raise MappingFailed(code, f"cannot bind {len(memory)} bytes to NUMA node {node}: the "
-                            "process's cpuset may exclude it, or a container refuses mbind")
-
-
-def _mapped(fd, nbytes, flags):
-    try:
-        return mmap.mmap(fd, nbytes, flags)
-    except (OSError, OverflowError, ValueError) as refused:
-        raise MappingFailed(getattr(refused, "errno", None) or errno.ENOMEM, f"cannot map {nbytes} "
-                            "bytes: make a smaller pool, or raise the limits (ulimit -v, cgroup "
-                            "memory, vm.overcommit_memory)") from None
-
-
-def sealed_memfd(nbytes: int) -> tuple[mmap.mmap, int]:
-    """Shared memory that another process can map read-only through the returned fd, and nothing
-    else: sealed against resizing and new writable mappings once we have mapped it."""
-    import fcntl
-    fd = os.memfd_create("kvio", os.MFD_CLOEXEC | _MFD_ALLOW_SEALING)
-    try:
-        nbytes = -(-nbytes // PAGE) * PAGE
-        os.ftruncate(fd, nbytes)
-        memory = _mapped(fd, nbytes, mmap.MAP_SHARED)
-        memory.madvise(mmap.MADV_DONTFORK)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(fd)
-        raise
-    return memory, fd
 
 
 # What `alloc` and `close` call before they give up: `completion.reap`, which stands above us, looks
@@ -287,24 +175,32 @@ class BlockAllocator:
 class BlockPool(BlockAllocator):
     """`num_blocks` Full Blocks in one region, `block_stride` bytes apart (whole 4 KiB pages).
 
-    `shared=True` backs it by a sealed memfd (`pool.fd`), `memory=` by a writable buffer of the
-    caller's. `poison=True` fills blocks with 0xA5 when they are freed. `hugepages` and
+    `shared=True` backs it by a sealed memfd (`pool.fd`), `named=True` by a file in /dev/shm
+    (`pool.shm_path`; what 3FS reads and writes without a copy), `memory=` by a writable buffer of
+    the caller's. `poison=True` fills blocks with 0xA5 when they are freed. `hugepages` and
     `numa_node` as in `anonymous`.
     """
 
     def __init__(self, layout: BlockLayout, num_blocks: int, *, shared: bool = False,
-                 memory=None, hugepages: bool | None = None, numa_node: int | None = None,
-                 poison: bool = False):
+                 named: bool = False, memory=None, hugepages: bool | None = None,
+                 numa_node: int | None = None, poison: bool = False):
         super().__init__(num_blocks)
         self.layout, self.block_stride = _checked(layout), layout.stride
-        if memory is not None and (shared or hugepages or numa_node is not None):
-            raise InvalidArgument("memory= brings its own pages: shared, hugepages and numa_node "
-                                  "do not apply")
+        if memory is not None and (shared or named or hugepages or numa_node is not None):
+            raise InvalidArgument("memory= brings its own pages: shared, named, hugepages and "
+                                  "numa_node do not apply")
+        if named and (shared or hugepages or numa_node is not None):
+            raise InvalidArgument("a named pool is a file in /dev/shm: shared, hugepages and "
+                                  "numa_node do not apply")
         nbytes, self.fd, self._poison = self.num_blocks * self.block_stride, -1, poison
-        if shared:
+        self.shm_path, self._unlink = None, None
+        if named:
+            memory, self.shm_path, fd = named_shm(nbytes)
+            self._unlink = weakref.finalize(self, release_shm, self.shm_path, fd, os.getpid())
+        elif shared:
             memory, self.fd = sealed_memfd(nbytes)
             if hugepages:
-                _advise_huge(memory, hugepages, "shmem_enabled")
+                advise_huge(memory, hugepages, "shmem_enabled")
             bind_to_node(memory, numa_node)
         elif memory is None:
             memory = anonymous(nbytes, hugepages, numa_node)
@@ -347,6 +243,8 @@ class BlockPool(BlockAllocator):
 
     def close(self) -> None:
         super().close()
+        if self._unlink:
+            self._unlink()
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

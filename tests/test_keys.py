@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvio._ext import block as _block
+from kvio._ext.index import is_root
 from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout, block_keys, root_key
 
@@ -18,9 +19,10 @@ ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 def test_keys_are_the_blake2b_chain_of_the_format(tokens, namespace, block_tokens):
     layout = BlockLayout(2, block_tokens, 16)
     keys = block_keys(np.array(tokens, np.uint32), layout, namespace)
-    parent = hashlib.blake2b(namespace, digest_size=16, salt=layout.fingerprint,
+    digest = hashlib.blake2b(namespace, digest_size=16, salt=layout.fingerprint,
                              person=b"kvio-root-1").digest()
-    assert parent == root_key(layout, namespace)
+    parent = b"root" + digest[:12]
+    assert parent == root_key(layout, namespace) and is_root(parent)
     assert len(keys) == len(tokens) // block_tokens     # a partial block has no key
     for i, row in enumerate(keys):
         data = np.array(tokens[i * block_tokens:(i + 1) * block_tokens], "<u4").tobytes()
@@ -60,7 +62,7 @@ def test_a_known_key_stays_what_it_is():
     assert keys[1]["key"].tobytes().hex() == KNOWN
 
 
-KNOWN = "0885f97a97e1d795d566b30e37dbc34c"
+KNOWN = "55d5b1b1fcb7e839a3fb057a42859e2b"
 
 
 @pytest.mark.parametrize("tokens", [[-1] * 8, [2**32] * 8, [0.5] * 8, [[1, 2]], ["a"],

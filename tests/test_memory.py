@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvio.errors import Busy, Closed, InvalidArgument, OutOfBlocks
 from kvio.layout import BlockLayout
-from kvio.memory import POISON, BlockPool, LayerPool, Region, anonymous, numa_nodes
+from kvio.memory import POISON, BlockPool, LayerPool, Region
+from kvio.pages import anonymous, numa_nodes
 
 LAYOUT = BlockLayout(3, 4, 24)
 

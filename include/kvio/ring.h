@@ -59,10 +59,15 @@ struct kvio_page1 {
 	uint32_t header_pages;
 	uint64_t heartbeat;
 	uint64_t epoch;
+	uint64_t others;		/* moves with every page 1 of the writer's other segments */
 	uint8_t changed[KVIO_BITMAP_BYTES];		/* in this epoch */
 	uint8_t changed_before[KVIO_BITMAP_BYTES];	/* in the previous one */
 };
+#define KVIO_CLOSED UINT64_MAX		/* a heartbeat: nobody writes this segment any more */
 void kvio_page1_encode(uint8_t *out, const struct kvio_page1 *page);
+/* 0, or -EBADMSG: not a page 1 of this segment. */
+int kvio_page1_decode(const uint8_t *bytes, const uint8_t *uuid, uint32_t header_pages,
+		      struct kvio_page1 *out);
 
 /* ---- store: the open files, and the keeper thread that rewrites page 1 ---- */
 
@@ -94,16 +99,62 @@ int kvio_segment_final(struct kvio_store *store, uint32_t index);
 int kvio_file_is_direct(int fd);
 /* Reserves disk space; -EOPNOTSUPP, -ENOSPC, -EFBIG as the file system says. */
 int kvio_allocate(int fd, uint64_t offset, uint64_t nbytes);
-/* Stops the keeper after a last page 1 and closes all files. No ring may be open. */
+/* fsync of one segment; one that was retired has nothing to lose. Blocks. */
+int kvio_store_sync_segment(struct kvio_store *store, uint32_t segment);
+/*
+ * The segment's file is gone: blocks of it that are submitted from now on get -ENOENT (reads) or
+ * -ESTALE (writes) and its page 1 is not written any more. kvio_store_sweep() closes the files
+ * of retired segments that no batch in flight uses; returns how many are left. Rings hold the
+ * files too (registered files): kvio_ring_wake() lets each one give up what was closed.
+ */
+int kvio_store_retire(struct kvio_store *store, uint32_t segment);
+int kvio_store_sweep(struct kvio_store *store);
+/* Stops the keeper after a last page 1, which marks all own segments as closed, and closes all
+ * files. No ring may be open. */
 void kvio_store_stop(struct kvio_store *store);
 uint64_t kvio_store_page1_writes(const struct kvio_store *store);
 /* Stops; NULL is fine. In a forked child it only lets go of memory. */
 void kvio_store_free(struct kvio_store *store);
 
+/* ---- watch: what other writers' segments hold now ---- */
+
+/* Takes what `count` slots from `first` on hold now: kvio_index_replace() of index.h. */
+typedef int64_t (*kvio_replace_fn)(void *index, uint32_t segment, uint32_t first, uint32_t count,
+				   const struct kvio_block_io *blocks, uint32_t num_blocks);
+enum kvio_news {
+	KVIO_NEWS_BEAT = 1,		/* page 1 of one of the writer's segments was rewritten */
+	KVIO_NEWS_CLOSED = 2,		/* the newest segment, and all read up to its last change */
+	KVIO_NEWS_FAILED = 4,		/* something could not be read; tried again in a second */
+};
+/* One writer: `count` of the segments that are passed with it, from `first` on, newest first. */
+struct kvio_watched {
+	uint32_t first, count;
+	uint32_t news;			/* out: enum kvio_news */
+	int32_t error;			/* out: the last -errno of reading, or 0 */
+};
+struct kvio_watch_stats {
+	uint64_t page1_reads, page1_damaged;	/* damaged: twice in a row */
+	uint64_t header_pages_read;
+	uint64_t full_reads;			/* of all header pages of a segment */
+	uint64_t headers_damaged, headers_beyond_end;
+	uint64_t blocks_seen;			/* valid headers that were read */
+	uint64_t places_changed;		/* what `replace` returned */
+};
+/*
+ * One look at each of these writers. A segment that is looked at for the first time is read
+ * whole. Blocks in pread; looks of several threads take turns. Returns how many writers have news.
+ */
+int64_t kvio_store_poll(struct kvio_store *store, kvio_replace_fn replace, void *index,
+			const uint32_t *segments, struct kvio_watched *writers, uint32_t count);
+/* Own segments whose file has no name any more: others took this writer for dead and reclaimed
+ * them. Returns how many (at most `count`) numbers were written to `out`. */
+int kvio_store_unlinked(struct kvio_store *store, uint32_t *out, uint32_t count);
+void kvio_store_watch_stats(struct kvio_store *store, struct kvio_watch_stats *out);
+
 /* ---- rings ---- */
 
 struct kvio_ring;
-enum kvio_backend { KVIO_BACKEND_URING = 1, KVIO_BACKEND_THREADS = 2 };
+enum kvio_backend { KVIO_BACKEND_URING = 1, KVIO_BACKEND_THREADS = 2, KVIO_BACKEND_USRBIO = 3 };
 /* Wishes: what the machine refuses is done the usual way, and stats say why. */
 enum kvio_ring_flags {
 	KVIO_RING_IOPOLL = 1,		/* payload of O_DIRECT files by a ring that is polled */
@@ -136,6 +187,9 @@ struct kvio_ring_stats {
 	uint64_t poll_setup_flags;	/* IORING_SETUP_* of the polled ring; 0: there is none */
 	uint64_t poll_errno, sqpoll_errno;	/* why a wish was not granted */
 	uint64_t waits;			/* times the thread waited in the kernel */
+	/* USRBIO: payload copied through the ring's own memory, and the size of that. */
+	uint64_t staged_ios, staged_bytes, staging_bytes;
+	uint64_t stray_completions, length_syncs;
 };
 /* What the tests inject: the next `count` matching operations after `skip` get `result`. */
 struct kvio_fault {
@@ -164,6 +218,8 @@ void kvio_ring_get_stats(struct kvio_ring *ring, struct kvio_ring_stats *out);
  */
 int64_t kvio_ring_windows(struct kvio_ring *ring, int write, uint64_t *out, int64_t count,
 			  uint64_t *first);
+/* Something happened that the ring's thread should look at. */
+void kvio_ring_wake(struct kvio_ring *ring);
 /* The memory of a region is gone: give up its registration. */
 int kvio_ring_forget(struct kvio_ring *ring, uint64_t region);
 /* For tests. */

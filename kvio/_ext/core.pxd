@@ -160,6 +160,7 @@ cdef extern from "kvio/ring.h" nogil:
     enum kvio_block_flags:
         KVIO_BLOCK_INVALIDATE
         KVIO_BLOCK_SUSPECT
+        KVIO_BLOCK_DURABLE
     struct kvio_block_io:
         uint64_t addr
         uint64_t generation
@@ -182,9 +183,12 @@ cdef extern from "kvio/ring.h" nogil:
         uint32_t header_pages
         uint64_t heartbeat
         uint64_t epoch
+        uint64_t others
         uint8_t changed[1880]
         uint8_t changed_before[1880]
     void kvio_page1_encode(uint8_t *out, const kvio_page1 *page)
+    int kvio_page1_decode(const uint8_t *bytes, const uint8_t *uuid, uint32_t header_pages,
+                          kvio_page1 *out)
     struct kvio_store:
         pass
     struct kvio_store_params:
@@ -204,14 +208,40 @@ cdef extern from "kvio/ring.h" nogil:
     int kvio_segment_final(kvio_store *store, uint32_t index)
     int kvio_file_is_direct(int fd)
     int kvio_allocate(int fd, uint64_t offset, uint64_t nbytes)
+    int kvio_store_sync_segment(kvio_store *store, uint32_t segment)
+    int kvio_store_retire(kvio_store *store, uint32_t segment)
+    int kvio_store_sweep(kvio_store *store)
     void kvio_store_stop(kvio_store *store)
     uint64_t kvio_store_page1_writes(const kvio_store *store)
     void kvio_store_free(kvio_store *store)
+    ctypedef int64_t (*kvio_replace_fn)(void *index, uint32_t segment, uint32_t first,
+                                        uint32_t count, const kvio_block_io *blocks,
+                                        uint32_t num_blocks) noexcept nogil
+    enum kvio_news:
+        KVIO_NEWS_BEAT
+        KVIO_NEWS_CLOSED
+        KVIO_NEWS_FAILED
+    struct kvio_watched:
+        uint32_t first, count
+        uint32_t news
+        int32_t error
+    struct kvio_watch_stats:
+        uint64_t page1_reads, page1_damaged
+        uint64_t header_pages_read
+        uint64_t full_reads
+        uint64_t headers_damaged, headers_beyond_end
+        uint64_t blocks_seen
+        uint64_t places_changed
+    int64_t kvio_store_poll(kvio_store *store, kvio_replace_fn replace, void *index,
+                            const uint32_t *segments, kvio_watched *writers, uint32_t count)
+    int kvio_store_unlinked(kvio_store *store, uint32_t *out, uint32_t count)
+    void kvio_store_watch_stats(kvio_store *store, kvio_watch_stats *out)
     struct kvio_ring:
         pass
     enum kvio_backend:
         KVIO_BACKEND_URING
         KVIO_BACKEND_THREADS
+        KVIO_BACKEND_USRBIO
     enum kvio_ring_flags:
         KVIO_RING_IOPOLL
         KVIO_RING_SQPOLL
@@ -238,6 +268,8 @@ cdef extern from "kvio/ring.h" nogil:
         uint64_t poll_ios, poll_setup_flags
         uint64_t poll_errno, sqpoll_errno
         uint64_t waits
+        uint64_t staged_ios, staged_bytes, staging_bytes
+        uint64_t stray_completions, length_syncs
     struct kvio_fault:
         uint32_t op_mask
         uint32_t skip
@@ -253,6 +285,7 @@ cdef extern from "kvio/ring.h" nogil:
     void kvio_ring_get_stats(kvio_ring *ring, kvio_ring_stats *out)
     int64_t kvio_ring_windows(kvio_ring *ring, int write, uint64_t *out, int64_t count,
                               uint64_t *first)
+    void kvio_ring_wake(kvio_ring *ring)
     int kvio_ring_forget(kvio_ring *ring, uint64_t region)
     int kvio_ring_fault(kvio_ring *ring, const kvio_fault *fault)
     void kvio_ring_pause(kvio_ring *ring, int paused)
@@ -277,3 +310,44 @@ cdef extern from "kvio/ring.h" nogil:
     void kvio_ring_batch_times(kvio_ring_batch *batch, uint64_t *nbytes, int64_t *submitted_ns,
                              int64_t *completed_ns)
     void kvio_ring_batch_put(kvio_ring_batch *batch)
+
+cdef extern from "kvio/index.h" nogil:
+    struct kvio_index:
+        pass
+    struct kvio_index_stats:
+        uint64_t blocks
+        uint64_t places
+        uint64_t own_places
+        uint64_t orphans
+        uint64_t ghosts
+        uint64_t pinned
+        uint64_t memory_bytes
+    int kvio_index_new(kvio_index **out)
+    void kvio_index_free(kvio_index *index)
+    bint kvio_is_root(const uint8_t *key)
+    int kvio_index_add_segment(kvio_index *index, uint32_t segment, uint32_t slots, bint own)
+    int64_t kvio_index_insert(kvio_index *index, const kvio_block_io *blocks, uint32_t count)
+    int64_t kvio_index_replace(kvio_index *index, uint32_t segment, uint32_t first,
+                               uint32_t count, const kvio_block_io *blocks,
+                               uint32_t num_blocks)
+    int kvio_index_remove(kvio_index *index, uint32_t segment, uint32_t slot,
+                          uint64_t generation)
+    int64_t kvio_index_drop_segment(kvio_index *index, uint32_t segment)
+    uint32_t kvio_index_match(kvio_index *index, const kvio_key *keys, uint32_t count)
+    uint32_t kvio_index_find(kvio_index *index, const kvio_key *keys, uint32_t count,
+                             uint32_t now_s, kvio_block_io *out)
+    uint32_t kvio_index_touch(kvio_index *index, const kvio_key *keys, uint32_t count,
+                              uint32_t now_s)
+    uint32_t kvio_index_pin(kvio_index *index, const kvio_key *keys, uint32_t count, int by)
+    int64_t kvio_index_evict(kvio_index *index, uint32_t count, kvio_block_io *out)
+    int kvio_index_segment_use(kvio_index *index, uint32_t segment, uint64_t *places,
+                               uint32_t *used_s)
+    void kvio_index_get_stats(kvio_index *index, kvio_index_stats *out)
+
+cdef extern from "kvio/usrbio.h" nogil:
+    enum:
+        KVIO_USRBIO_MOUNT_BYTES
+    int kvio_usrbio_load(char *why, size_t room)
+    int kvio_usrbio_mount(const char *path, char *out, size_t room)
+    int kvio_store_set_mount(kvio_store *store, const char *mount)
+    int kvio_usrbio_name_region(uint64_t region, const char *path)

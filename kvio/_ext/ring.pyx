@@ -15,8 +15,11 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from core cimport *
+from kvio._ext.index cimport Index, replace_places
 
-BACKENDS = {"uring": KVIO_BACKEND_URING, "threads": KVIO_BACKEND_THREADS}
+BACKENDS = {"uring": KVIO_BACKEND_URING, "threads": KVIO_BACKEND_THREADS,
+            "usrbio": KVIO_BACKEND_USRBIO}
+NEWS_BEAT, NEWS_CLOSED, NEWS_FAILED = KVIO_NEWS_BEAT, KVIO_NEWS_CLOSED, KVIO_NEWS_FAILED
 INVALIDATE, SUSPECT = KVIO_BLOCK_INVALIDATE, KVIO_BLOCK_SUSPECT
 BLOCK_IO_NBYTES = sizeof(kvio_block_io)
 cdef int64_t SLICE_NS = 50000000        # how long a wait keeps a signal handler waiting
@@ -57,7 +60,7 @@ def encode_header(const uint8_t[::1] block not None, const uint8_t[::1] uuid not
 
 
 def encode_page1(const uint8_t[::1] uuid not None, uint32_t header_pages, uint64_t heartbeat,
-                 uint64_t epoch, const uint8_t[::1] changed not None,
+                 uint64_t epoch, uint64_t others, const uint8_t[::1] changed not None,
                  const uint8_t[::1] changed_before not None):
     """The 4096 bytes of page 1. For the tests."""
     cdef kvio_page1 page
@@ -66,11 +69,24 @@ def encode_page1(const uint8_t[::1] uuid not None, uint32_t header_pages, uint64
     if uuid.shape[0] != 16 or changed.shape[0] != 1880 or changed_before.shape[0] != 1880:
         raise ValueError("a uuid is 16 bytes and a bitmap 1880")
     page.header_pages, page.heartbeat, page.epoch = header_pages, heartbeat, epoch
+    page.others = others
     memcpy(page.uuid, &uuid[0], 16)
     memcpy(page.changed, &changed[0], 1880)
     memcpy(page.changed_before, &changed_before[0], 1880)
     kvio_page1_encode(&view[0], &page)
     return bytes(out)
+
+
+def decode_page1(const uint8_t[::1] data not None, const uint8_t[::1] uuid not None,
+                 uint32_t header_pages):
+    """(heartbeat, epoch, others, changed, changed_before), or None. For the tests."""
+    cdef kvio_page1 page
+    if data.shape[0] != KVIO_PAGE or uuid.shape[0] != 16:
+        raise ValueError("a page is 4096 bytes and a uuid 16")
+    if kvio_page1_decode(&data[0], &uuid[0], header_pages, &page) < 0:
+        return None
+    return (page.heartbeat, page.epoch, page.others, page.changed[:1880],
+            page.changed_before[:1880])
 
 
 def scan_headers(const uint8_t[::1] headers not None, const uint8_t[::1] uuid not None,
@@ -96,6 +112,31 @@ def scan_headers(const uint8_t[::1] headers not None, const uint8_t[::1] uuid no
     finally:
         PyBuffer_Release(&view)
     return found, damaged
+
+
+def usrbio_load():
+    """Open the library of 3FS, once; (0, "") or (errno, what is missing and where it was)."""
+    cdef char why[2048]
+    cdef int rc
+    with nogil:
+        rc = kvio_usrbio_load(why, sizeof(why))
+    return -rc, (<bytes>why).decode("utf-8", "replace")
+
+
+def usrbio_mount(path):
+    """The mount point of 3FS that an existing path lies on, or None."""
+    cdef char[KVIO_USRBIO_MOUNT_BYTES] out
+    cdef int rc = kvio_usrbio_mount(os.fsencode(path), out, sizeof(out))
+    return None if rc < 0 else os.fsdecode(<bytes>out)
+
+
+def usrbio_name_region(uint64_t region, path):
+    """The memory of `region` is all of the file `path` in /dev/shm; None: it is gone."""
+    cdef bytes name = b"" if path is None else os.fsencode(path)
+    cdef const char *text = NULL
+    if path is not None:
+        text = name
+    check(kvio_usrbio_name_region(region, text))
 
 
 cdef class Store:
@@ -129,9 +170,69 @@ cdef class Store:
         look their blocks up from now on trust the index. Never taken back."""
         check(kvio_segment_final(self._store, number))
 
+    def set_mount(self, mount):
+        """The mount point of 3FS, before the first ring of the back end usrbio."""
+        check(kvio_store_set_mount(self._store, os.fsencode(mount)))
+
     @property
     def page1_writes(self):
         return kvio_store_page1_writes(self._store)
+
+    def sync_segment(self, uint32_t segment):
+        """fsync; a retired segment has nothing to lose."""
+        cdef int rc
+        with nogil:
+            rc = kvio_store_sync_segment(self._store, segment)
+        check(rc)
+
+    def retire(self, uint32_t segment):
+        """Its file is gone: from now on reads of it miss and writes to it fail."""
+        check(kvio_store_retire(self._store, segment))
+
+    def sweep(self):
+        """Close files of retired segments that nobody uses; how many are left."""
+        cdef int left
+        with nogil:
+            left = kvio_store_sweep(self._store)
+        return left
+
+    def unlinked(self):
+        """Numbers of own segments whose file has no name any more (the first 64)."""
+        cdef uint32_t out[64]
+        cdef int count
+        with nogil:
+            count = kvio_store_unlinked(self._store, out, 64)
+        return [out[i] for i in range(count)]
+
+    def poll(self, Index index not None, const uint32_t[::1] segments not None,
+             writers):
+        """Look at foreign writers and tell the index what has changed. `writers` is an array of
+        kvio_watched (first and count of its `segments`, newest first; news and error are filled
+        in). Returns how many have news."""
+        cdef Py_buffer view
+        cdef int64_t rc
+        if segments.shape[0] == 0:
+            return 0
+        PyObject_GetBuffer(writers, &view, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS)
+        cdef kvio_watched *first = <kvio_watched *>view.buf
+        cdef uint32_t count = <uint32_t>(view.len // sizeof(kvio_watched))
+        try:
+            for i in range(count):
+                if <uint64_t>first[i].first + first[i].count > <uint64_t>segments.shape[0]:
+                    raise ValueError("a writer has segments that were not passed")
+            with nogil:
+                rc = kvio_store_poll(self._store, replace_places, index.ptr, &segments[0],
+                                     first, count)
+        finally:
+            PyBuffer_Release(&view)
+        return check(rc)
+
+    def watch_stats(self):
+        """Counters of `poll`."""
+        cdef kvio_watch_stats stats
+        with nogil:
+            kvio_store_watch_stats(self._store, &stats)
+        return stats
 
     def stop(self):
         """Stop the keeper after a last page 1. Close the rings first."""
@@ -240,6 +341,11 @@ cdef class Ring:
         if count:
             kvio_ring_windows(ring, write, <uint64_t *>&view[0], count, &first)
         return first, out
+
+    def wake(self):
+        """Let the ring's thread look at what has happened."""
+        if self._ring is not NULL:
+            kvio_ring_wake(self._ring)
 
     def forget(self, uint64_t region):
         """The memory of this region is gone."""

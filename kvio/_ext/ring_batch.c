@@ -66,6 +66,16 @@ static int block_check(const struct kvio_ring *ring, const struct kvio_ring_batc
 	return 0;
 }
 
+/* The batch was refused: lets go of the segments of its first `count` blocks. */
+static void batch_release(const struct kvio_ring *ring, struct kvio_ring_batch *batch,
+			  uint32_t count)
+{
+	while (count--)
+		if (batch->blocks[count].status == -EINPROGRESS)
+			segment_release(segment_at(ring->store, batch->blocks[count].segment));
+}
+
+/* Each block holds its segment from here until it has its status. */
 static int batch_check(const struct kvio_ring *ring, struct kvio_ring_batch *batch)
 {
 	for (uint32_t i = 0; i < batch->count; i++) {
@@ -76,8 +86,14 @@ static int batch_check(const struct kvio_ring *ring, struct kvio_ring_batch *bat
 		if (block->status != -EINPROGRESS)
 			continue;
 		rc = block_check(ring, batch, block);
-		if (rc < 0)
+		if (rc < 0) {
+			batch_release(ring, batch, i);
 			return rc;
+		}
+		if (!segment_hold(segment_at(ring->store, block->segment))) {
+			batch->status[i] = block->status = batch->write ? -ESTALE : -ENOENT;
+			continue;
+		}
 		batch->remaining++;
 		batch->tokens += block->tokens;
 	}
@@ -114,6 +130,8 @@ int kvio_ring_batch_submit(struct kvio_ring_batch **out, struct kvio_ring *ring,
 			ring->inbox_tail = &batch->next;
 		}
 		pthread_mutex_unlock(&ring->lock);
+		if (rc < 0)
+			batch_release(ring, batch, batch->count);
 	}
 	if (rc < 0) {
 		atomic_store(&batch->refs, 1);

@@ -47,12 +47,11 @@ void kvio_header_encode(uint8_t *out, const struct kvio_block_io *block, const u
 	memcpy(out, &header, sizeof(header));
 }
 
-static bool is_zero(const uint8_t *bytes, size_t count)
+static bool is_empty(const uint8_t *header)
 {
-	while (count--)
-		if (*bytes++)
-			return false;
-	return true;
+	static const uint8_t zeros[KVIO_HEADER_BYTES];
+
+	return memcmp(header, zeros, sizeof(zeros)) == 0;
 }
 
 int kvio_header_decode(const uint8_t *bytes, const uint8_t *uuid, uint32_t slot,
@@ -62,7 +61,7 @@ int kvio_header_decode(const uint8_t *bytes, const uint8_t *uuid, uint32_t slot,
 
 	memcpy(&header, bytes, sizeof(header));
 	if (memcmp(header.magic, "KVBH", 4))
-		return is_zero(bytes, sizeof(header)) ? 0 : -EBADMSG;
+		return is_empty(bytes) ? 0 : -EBADMSG;
 	if (header.crc != kvio_crc32c(0, &header, sizeof(header) - 4) ||
 	    header.version != FORMAT_VERSION || memcmp(header.segment, uuid, 16) ||
 	    header.slot != slot || header.nbytes != nbytes || header.generation == 0)
@@ -107,8 +106,30 @@ void kvio_page1_encode(uint8_t *out, const struct kvio_page1 *page)
 	memcpy(out + 16, page->uuid, 16);
 	memcpy(out + 32, &page->heartbeat, 8);
 	memcpy(out + 40, &page->epoch, 8);
+	memcpy(out + 48, &page->others, 8);
 	memcpy(out + 128, page->changed, KVIO_BITMAP_BYTES);
 	memcpy(out + 2048, page->changed_before, KVIO_BITMAP_BYTES);
 	crc = kvio_crc32c(0, out, PAGE_CRC_AT);
 	memcpy(out + PAGE_CRC_AT, &crc, 4);
+}
+
+int kvio_page1_decode(const uint8_t *bytes, const uint8_t *uuid, uint32_t header_pages,
+		      struct kvio_page1 *out)
+{
+	uint32_t version, crc;
+
+	memcpy(&version, bytes + 8, 4);
+	memcpy(&out->header_pages, bytes + 12, 4);
+	memcpy(out->uuid, bytes + 16, 16);
+	memcpy(&out->heartbeat, bytes + 32, 8);
+	memcpy(&out->epoch, bytes + 40, 8);
+	memcpy(&out->others, bytes + 48, 8);
+	memcpy(out->changed, bytes + 128, KVIO_BITMAP_BYTES);
+	memcpy(out->changed_before, bytes + 2048, KVIO_BITMAP_BYTES);
+	memcpy(&crc, bytes + PAGE_CRC_AT, 4);
+	if (memcmp(bytes, "KVIOPG1", 8) || version != FORMAT_VERSION ||
+	    out->header_pages != header_pages || memcmp(out->uuid, uuid, 16) ||
+	    crc != kvio_crc32c(0, bytes, PAGE_CRC_AT))
+		return -EBADMSG;
+	return 0;
 }

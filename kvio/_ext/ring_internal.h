@@ -7,6 +7,7 @@
  *   - counters and windows: written by the ring's thread alone, relaxed, so that others may look;
  *   - inbox, faults, growing windows: ring->lock;
  *   - page 1 of a segment: segment->lock;
+ *   - what was seen of foreign segments, and closing files: store->watch_lock;
  *   - a batch's end: batch->lock.
  * A segment is written by one ring at a time (kvio/storage/writer.py hands them out).
  */
@@ -45,8 +46,30 @@ struct commit {
 	bool in_flight, gated;
 };
 
+/* What the poll remembers of a foreign segment. */
+struct watch {
+	bool known;		/* all of it was read, as of `epoch` */
+	bool settled;		/* and up to the page 1 that was seen last */
+	bool valid, closed;	/* that page 1 */
+	bool others_known;
+	uint32_t mark;		/* its CRC */
+	uint64_t heartbeat, epoch, others;
+	int64_t retry_ns;	/* reading failed: not before */
+};
+
 struct kvio_segment {
 	int fd;
+	/*
+	 * Who uses the file holds the segment; a retired one cannot be held. Holding counts up and
+	 * then looks at `retired`, retiring sets it and then looks at the count (both sequentially
+	 * consistent): so either the holder sees that it came too late, or kvio_store_sweep() sees
+	 * the holder and leaves the file open until it has let go. Numbers of segments are never
+	 * used again, so who still has the number of one that is closed (a place found in the index
+	 * before it was dropped) is told that it is gone and reads nobody else's file.
+	 */
+	atomic_uint holds;
+	atomic_bool retired;
+	atomic_bool file_closed;
 	uint32_t index;
 	bool own;
 	bool buffered;		/* the kernel copies: no O_DIRECT, or one that means nothing */
@@ -65,6 +88,7 @@ struct kvio_segment {
 	bool dirty;
 	int64_t epoch_began_ns;
 	struct kvio_page1 page1;
+	struct watch watch;
 };
 
 struct kvio_store {
@@ -77,6 +101,13 @@ struct kvio_store {
 	pthread_cond_t wake;
 	pthread_t keeper;
 	bool dirty, stop, running;
+	_Atomic uint32_t num_closed;	/* files of retired segments */
+	pthread_mutex_t watch_lock;
+	bool watch_ended;
+	uint8_t *watch_pages;		/* kept from poll to poll */
+	struct kvio_block_io *watch_blocks;
+	struct kvio_watch_stats watch_stats;
+	char mount[256];		/* of 3FS: kvio_store_set_mount() */
 };
 
 struct kvio_ring_batch {
@@ -156,6 +187,7 @@ struct backend {
 	/* Submits, then sleeps until a completion, a wake or the timeout (< 0: none). */
 	void (*wait)(struct kvio_ring *ring, int64_t timeout_ns);
 	void (*wake)(struct kvio_ring *ring);
+	void (*forget_files)(struct kvio_ring *ring);	/* those that are closed; may be NULL */
 	int (*add_slices)(struct kvio_ring *ring, struct region *region);
 	void (*drop_slices)(struct kvio_ring *ring, struct region *region);
 };
@@ -197,6 +229,7 @@ struct kvio_ring {
 	struct region regions[MAX_REGIONS];
 	int num_regions;
 	uint8_t slice_used[MAX_SLICES];
+	uint32_t closed_seen;			/* of store->num_closed */
 	/* Everybody. */
 	_Atomic uint64_t queued_bytes, queued_tokens, batches_in_flight;
 	atomic_bool paused;
@@ -243,6 +276,21 @@ static inline bool has_backlog(const struct kvio_ring *ring)
 	return ring->ready.head || ring->queue[READ].head || ring->queue[WRITE].head;
 }
 
+/* False: the segment was retired. See struct kvio_segment. */
+static inline bool segment_hold(struct kvio_segment *segment)
+{
+	atomic_fetch_add(&segment->holds, 1);
+	if (!atomic_load(&segment->retired))
+		return true;
+	atomic_fetch_sub(&segment->holds, 1);
+	return false;
+}
+
+static inline void segment_release(struct kvio_segment *segment)
+{
+	atomic_fetch_sub(&segment->holds, 1);
+}
+
 int monotonic_cond_init(pthread_cond_t *cond);
 int monotonic_cond_wait(pthread_cond_t *cond, pthread_mutex_t *lock, int64_t deadline_ns);
 
@@ -251,7 +299,7 @@ void segment_page_changed(struct kvio_store *store, struct kvio_segment *segment
 
 /* ring_segment.c */
 int segment_prepare(struct kvio_store *store, struct kvio_segment *segment);
-void segment_release(struct kvio_segment *segment);
+void segment_discard(struct kvio_segment *segment);
 enum proof segment_proof(const struct kvio_ring *ring, const struct kvio_ring_batch *batch,
 			 const struct kvio_block_io *block);
 
@@ -305,5 +353,9 @@ extern const struct backend uring_backend;
 int uring_probe(void);
 #endif
 extern const struct backend threads_backend;
+
+/* ring_usrbio.c, ring_usrbio_lib.c */
+extern const struct backend usrbio_backend;
+void usrbio_fd_forget(int fd);		/* before a segment's file is closed */
 
 #endif

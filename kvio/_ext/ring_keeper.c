@@ -2,6 +2,11 @@
 /*
  * The open segments of a store, and the keeper: one thread that rewrites page 1 of the segments
  * this store writes. Page 1 only tells readers where to look; no write waits for it.
+ *
+ * Readers look at the newest segment alone until its `others` moves. So page 1 of the others is
+ * written first and the newest one's after them, in the same round. `others` is the sum of the
+ * others' heartbeats: it moves with each of their rewrites, also with those from when another
+ * segment was the newest.
  */
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -60,37 +65,65 @@ void segment_page_changed(struct kvio_store *store, struct kvio_segment *segment
 	pthread_mutex_unlock(&store->lock);
 }
 
-static void write_page1(struct kvio_store *store, struct kvio_segment *segment, bool beat,
+enum why { IF_DIRTY, BEAT, CLOSING };
+
+static void write_page1(struct kvio_store *store, struct kvio_segment *segment, enum why why,
 			uint8_t *buffer)
 {
-	bool due;
+	bool due, done;
 
+	if (!segment_hold(segment))
+		return;
 	pthread_mutex_lock(&segment->lock);
-	due = segment->dirty || beat;
+	due = segment->dirty || why != IF_DIRTY;
 	if (due) {
-		segment->page1.heartbeat++;
+		if (why == CLOSING)
+			segment->page1.heartbeat = KVIO_CLOSED;
+		else
+			segment->page1.heartbeat++;
 		kvio_page1_encode(buffer, &segment->page1);
 		segment->dirty = false;
 	}
 	pthread_mutex_unlock(&segment->lock);
-	/* A failure costs readers a full scan at worst; the next rewrite tries again. */
-	if (due && pwrite(segment->fd, buffer, KVIO_PAGE, KVIO_PAGE) == KVIO_PAGE)
+	done = due && pwrite(segment->fd, buffer, KVIO_PAGE, KVIO_PAGE) == KVIO_PAGE;
+	segment_release(segment);
+	if (done)
 		atomic_fetch_add(&store->page1_writes, 1);
+	if (!due || done)
+		return;
+	pthread_mutex_lock(&segment->lock);	/* the next round, a heartbeat away, tries again */
+	segment->dirty = true;
+	pthread_mutex_unlock(&segment->lock);
 }
 
-static void write_all(struct kvio_store *store, bool beat, uint8_t *buffer)
+/*
+ * The closed mark goes to all segments, so that each of them tells for itself that it is final:
+ * the newest one may be unlinked before the others are (it may even be empty).
+ */
+static void write_all(struct kvio_store *store, enum why why, uint8_t *buffer)
 {
 	uint32_t count = atomic_load(&store->num_segments);
-	bool newest = true;
+	struct kvio_segment *newest = NULL;
+	uint64_t others = 0;
 
-	while (count--) {
-		struct kvio_segment *segment = segment_at(store, count);
+	for (uint32_t i = 0; i < count; i++)
+		if (segment_at(store, i)->own && !atomic_load(&segment_at(store, i)->retired))
+			newest = segment_at(store, i);
+	if (!newest)
+		return;
+	for (uint32_t i = 0; i < count; i++) {
+		struct kvio_segment *segment = segment_at(store, i);
 
-		if (!segment->own)
+		if (!segment->own || segment == newest)
 			continue;
-		write_page1(store, segment, beat && newest, buffer);
-		newest = false;
+		write_page1(store, segment, why == BEAT ? IF_DIRTY : why, buffer);
+		others += segment->page1.heartbeat;	/* this thread's own */
 	}
+	pthread_mutex_lock(&newest->lock);
+	newest->dirty |= others != newest->page1.others;
+	newest->page1.others = others;
+	pthread_mutex_unlock(&newest->lock);
+	write_page1(store, newest, why, buffer);
 }
 
 static void *keeper_main(void *arg)
@@ -120,7 +153,7 @@ static void *keeper_main(void *arg)
 		beat = written - beaten >= HEARTBEAT_NS;
 		if (beat)
 			beaten = written;
-		write_all(store, beat, buffer);
+		write_all(store, stop ? CLOSING : beat ? BEAT : IF_DIRTY, buffer);
 	}
 	free(buffer);
 	return NULL;
@@ -140,6 +173,7 @@ int kvio_store_new(struct kvio_store **out, const struct kvio_store_params *para
 	store->params = *params;
 	store->pid = getpid();
 	pthread_mutex_init(&store->lock, NULL);
+	pthread_mutex_init(&store->watch_lock, NULL);
 	monotonic_cond_init(&store->wake);
 	*out = store;
 	return 0;
@@ -170,6 +204,7 @@ static struct kvio_segment *segment_new(struct kvio_store *store,
 		segment->page1.header_pages = pages;
 		segment->page1.epoch = 1;
 		segment->epoch_began_ns = now_ns();
+		segment->dirty = true;	/* readers that see it look for `others` there */
 	}
 	if (segment_prepare(store, segment) < 0) {
 		free(segment->headers);
@@ -200,10 +235,14 @@ int kvio_store_add_segment(struct kvio_store *store, const struct kvio_segment_p
 		segment->index = index;
 		atomic_store_explicit(&store->segments[index], segment, memory_order_release);
 		atomic_store(&store->num_segments, index + 1);
+		if (params->own) {
+			store->dirty = true;
+			pthread_cond_signal(&store->wake);
+		}
 	}
 	pthread_mutex_unlock(&store->lock);
 	if (rc < 0) {
-		segment_release(segment);
+		segment_discard(segment);
 		free(segment->headers);
 		free(segment->pages);
 		free(segment);
@@ -220,6 +259,54 @@ int kvio_allocate(int fd, uint64_t offset, uint64_t nbytes)
 		rc = fallocate(fd, 0, (off_t)offset, (off_t)nbytes) < 0 ? -errno : 0;
 	while (rc == -EINTR);
 	return rc;
+}
+
+int kvio_store_sync_segment(struct kvio_store *store, uint32_t number)
+{
+	struct kvio_segment *segment;
+	int rc;
+
+	if (number >= atomic_load(&store->num_segments))
+		return -EINVAL;
+	segment = segment_at(store, number);
+	if (!segment_hold(segment))
+		return 0;
+	rc = fsync(segment->fd) < 0 ? -errno : 0;
+	segment_release(segment);
+	return rc;
+}
+
+int kvio_store_retire(struct kvio_store *store, uint32_t number)
+{
+	if (number >= atomic_load(&store->num_segments))
+		return -EINVAL;
+	atomic_store(&segment_at(store, number)->retired, true);
+	return 0;
+}
+
+int kvio_store_sweep(struct kvio_store *store)
+{
+	uint32_t count = atomic_load(&store->num_segments);
+	int left = 0;
+
+	pthread_mutex_lock(&store->watch_lock);
+	for (uint32_t i = 0; i < count && !store->watch_ended; i++) {
+		struct kvio_segment *segment = segment_at(store, i);
+
+		if (!atomic_load(&segment->retired) || atomic_load(&segment->file_closed))
+			continue;
+		if (atomic_load(&segment->holds)) {
+			left++;
+			continue;
+		}
+		usrbio_fd_forget(segment->fd);
+		close(segment->fd);
+		segment->fd = -1;
+		atomic_store(&segment->file_closed, true);
+		atomic_fetch_add(&store->num_closed, 1);
+	}
+	pthread_mutex_unlock(&store->watch_lock);
+	return left;
 }
 
 uint64_t kvio_store_page1_writes(const struct kvio_store *store)
@@ -241,13 +328,21 @@ void kvio_store_stop(struct kvio_store *store)
 	pthread_mutex_unlock(&store->lock);
 	if (running)
 		pthread_join(store->keeper, NULL);
+	pthread_mutex_lock(&store->watch_lock);
+	store->watch_ended = true;
 	for (uint32_t i = 0; i < atomic_load(&store->num_segments); i++) {
 		struct kvio_segment *segment = segment_at(store, i);
 
+		/* No ring is left, but another thread may be in a sync. */
+		atomic_store(&segment->retired, true);
+		while (atomic_load(&segment->holds))
+			usleep(1000);
+		usrbio_fd_forget(segment->fd);
 		if (segment->fd >= 0)
 			close(segment->fd);
 		segment->fd = -1;
 	}
+	pthread_mutex_unlock(&store->watch_lock);
 }
 
 void kvio_store_free(struct kvio_store *store)
@@ -258,11 +353,13 @@ void kvio_store_free(struct kvio_store *store)
 	for (uint32_t i = 0; i < atomic_load(&store->num_segments); i++) {
 		struct kvio_segment *segment = segment_at(store, i);
 
-		segment_release(segment);
+		segment_discard(segment);
 		free(segment->headers);
 		free(segment->pages);
 		free(segment);
 	}
+	free(store->watch_pages);
+	free(store->watch_blocks);
 	free(store->segments);
 	free(store);
 }

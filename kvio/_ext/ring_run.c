@@ -103,8 +103,10 @@ static void batch_ends(struct kvio_ring *ring, struct kvio_ring_batch *batch)
 static void unqueue(struct kvio_ring *ring, const struct kvio_ring_batch *batch, uint32_t first,
 		    uint32_t count)
 {
+	struct kvio_segment *segment = segment_at(ring->store, batch->blocks[first].segment);
 	uint64_t tokens = 0;
 
+	atomic_fetch_sub(&segment->holds, count);
 	if (batch->write)
 		return;
 	for (uint32_t i = first; i < first + count; i++)

@@ -35,7 +35,7 @@ int segment_prepare(struct kvio_store *store, struct kvio_segment *segment)
 	return segment->own ? prepare_own(store, segment) : 0;
 }
 
-void segment_release(struct kvio_segment *segment)
+void segment_discard(struct kvio_segment *segment)
 {
 	free(segment->generations);
 }

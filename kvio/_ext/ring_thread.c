@@ -12,6 +12,8 @@ static const struct backend *backend_of(uint32_t number)
 	if (number == KVIO_BACKEND_URING)
 		return &uring_backend;
 #endif
+	if (number == KVIO_BACKEND_USRBIO)
+		return &usrbio_backend;
 	return number == KVIO_BACKEND_THREADS ? &threads_backend : NULL;
 }
 
@@ -78,9 +80,13 @@ static void *ring_main(void *arg)
 	if (rc < 0)
 		return NULL;
 	while (intake(ring)) {
-		int64_t due = runs_launch(ring);
-		int64_t now;
+		uint32_t closed = atomic_load(&ring->store->num_closed);
+		int64_t due, now;
 
+		if (closed != ring->closed_seen && ring->backend->forget_files)
+			ring->backend->forget_files(ring);
+		ring->closed_seen = closed;
+		due = runs_launch(ring);
 		due = sooner(due, runs_release(ring));
 		if (due < 0) {
 			ring->backend->wait(ring, -1);
@@ -217,6 +223,11 @@ int kvio_ring_fault(struct kvio_ring *ring, const struct kvio_fault *fault)
 	}
 	pthread_mutex_unlock(&ring->lock);
 	return rc;
+}
+
+void kvio_ring_wake(struct kvio_ring *ring)
+{
+	ring->backend->wake(ring);
 }
 
 void kvio_ring_pause(struct kvio_ring *ring, int paused)

@@ -178,6 +178,30 @@ static int file_number(const struct uring *uring, struct queue *queue,
 	return (int)index;
 }
 
+static void forget_on(struct kvio_ring *ring, struct queue *queue, uint32_t num_files)
+{
+	uint32_t count = atomic_load(&ring->store->num_segments);
+	int none = -1;
+
+	for (uint32_t i = 0; i < count && i < num_files; i++) {
+		if (!queue->file_known[i] ||
+		    !atomic_load(&segment_at(ring->store, i)->file_closed))
+			continue;
+		io_uring_register_files_update(&queue->ring, i, &none, 1);
+		queue->file_known[i] = 0;
+	}
+}
+
+/* A registered file stays open, and its disk space in use, until the ring lets go of it. */
+static void forget_files(struct kvio_ring *ring)
+{
+	struct uring *uring = ring->device;
+
+	forget_on(ring, &uring->main, uring->num_files);
+	if (uring->has_poll)
+		forget_on(ring, &uring->poll, uring->num_files);
+}
+
 static void start_on(struct kvio_ring *ring, struct queue *queue, struct io *io)
 {
 	int number = file_number(ring->device, queue, io->segment);
@@ -437,7 +461,7 @@ static int add_slices(struct kvio_ring *ring, struct region *region)
 const struct backend uring_backend = {
 	.prepare = uring_prepare, .open = uring_open, .close = uring_close,
 	.discard = uring_discard, .start = uring_start, .flush = uring_flush, .wait = uring_wait,
-	.wake = uring_wake,
-	.add_slices = add_slices, .drop_slices = drop_slices,
+	.wake = uring_wake, .add_slices = add_slices, .drop_slices = drop_slices,
+	.forget_files = forget_files,
 };
 #endif

@@ -13,7 +13,8 @@ from kvio.layout import BlockLayout, Side
 from kvio.loader import COMPUTE, RELEASE
 from kvio.loader.mover import Place
 from kvio.loader.plan import PE_HBM
-from kvio.memory import POISON, Region, anonymous
+from kvio.memory import POISON, Region
+from kvio.pages import anonymous
 
 __all__ = ["PrefillEngine", "Workspace"]
 

@@ -16,8 +16,9 @@ from kvio.errors import FormatError, InvalidArgument, LayoutMismatch, StoreError
 from kvio.layout import KEY_DTYPE, BlockLayout, any_array
 
 __all__ = ["BITMAP_BYTES", "BLOCK_IO", "Description", "Geometry", "HEADER", "PAGE", "PAGE0",
-           "PAGE1", "VERSION", "as_keys", "check_page0", "encode_page0", "encode_page1",
-           "key_list", "parse_segment_name", "seal", "segment_name"]
+           "PAGE1", "VERSION", "as_keys", "check_page0", "check_touches", "encode_page0",
+           "encode_page1", "encode_touches", "key_list", "parse_segment_name",
+           "parse_touch_name", "seal", "segment_name", "touch_name"]
 
 VERSION = 1
 PAGE = 4096
@@ -27,6 +28,7 @@ FIRST_HEADER_PAGE = 2
 MAX_HEADER_PAGES = 15_000
 BITMAP_BYTES = 1880
 JSON_NAME = "kvio.json"
+_TOUCH_NAME = re.compile(r"touch-([0-9a-f]{32})\Z")
 _SEGMENT_NAME = re.compile(r"segment-([0-9a-f]{32})-(0|[1-9][0-9]{0,17})\Z")
 
 
@@ -45,7 +47,11 @@ PAGE0 = _struct(
 PAGE1 = _struct(
     PAGE, (0, "magic", "S8"), (8, "version", "<u4"), (12, "header_pages", "<u4"),
     (16, "segment", "V16"), (32, "heartbeat", "<u8"), (40, "epoch", "<u8"),
-    (128, "changed", f"V{BITMAP_BYTES}"), (2048, "changed_before", f"V{BITMAP_BYTES}"),
+    (48, "others", "<u8"), (128, "changed", f"V{BITMAP_BYTES}"),
+    (2048, "changed_before", f"V{BITMAP_BYTES}"), (4092, "crc", "<u4"))
+TOUCH = _struct(
+    PAGE, (0, "magic", "S8"), (8, "version", "<u4"), (12, "count", "<u4"), (16, "store", "V16"),
+    (32, "writer", "V16"), (48, "sequence", "<u8"), (4088, "keys_crc", "<u4"),
     (4092, "crc", "<u4"))
 HEADER = _struct(
     HEADER_NBYTES, (0, "magic", "S4"), (4, "version", "<u4"), (8, "segment", "V16"),
@@ -53,6 +59,8 @@ HEADER = _struct(
     (72, "slot", "<u4"), (76, "tokens", "<u4"), (80, "payload_crc", "<u4"),
     (84, "flags", "<u4"), (124, "crc", "<u4"))
 
+CLOSED = 2**64 - 1                          # heartbeat: nobody writes this segment any more
+MAX_TOUCHES = 65_536
 BLOCK_DURABLE, HEADER_DURABLE = 4, 1        # the same flag in BLOCK_IO and on disk
 
 # struct kvio_block_io of include/kvio/ring.h: one block of a batch, and where a block is stored.
@@ -224,6 +232,17 @@ def parse_segment_name(name: str) -> tuple[bytes, int] | None:
     return (bytes.fromhex(found[1]), int(found[2])) if found else None
 
 
+def touch_name(writer: bytes) -> str:
+    """File name of a reader's touches."""
+    return f"touch-{writer.hex()}"
+
+
+def parse_touch_name(name: str) -> bytes | None:
+    """The reader's uuid, or None for a file that holds no touches."""
+    found = _TOUCH_NAME.match(name)
+    return bytes.fromhex(found[1]) if found else None
+
+
 def _page0(description: Description, writer: bytes, number: int, segment: bytes) -> np.ndarray:
     page = np.zeros((), PAGE0)
     page["magic"], page["version"], page["page_nbytes"] = b"KVIOSEG1", VERSION, PAGE
@@ -262,14 +281,35 @@ def check_page0(data: bytes, description: Description, name: str) -> bytes | str
 
 
 def encode_page1(segment: bytes, header_pages: int, heartbeat: int = 0, epoch: int = 1,
-                 changed: bytes = bytes(BITMAP_BYTES),
+                 others: int = 0, changed: bytes = bytes(BITMAP_BYTES),
                  changed_before: bytes = bytes(BITMAP_BYTES)) -> bytes:
     """Page 1: heartbeat, epoch and the header pages changed in this and the previous epoch."""
     page = np.zeros((), PAGE1)
     page["magic"], page["version"], page["header_pages"] = b"KVIOPG1", VERSION, header_pages
     page["segment"], page["heartbeat"], page["epoch"] = np.void(segment), heartbeat, epoch
+    page["others"] = others
     page["changed"], page["changed_before"] = np.void(changed), np.void(changed_before)
     return seal(page)
+
+
+def encode_touches(store: bytes, writer: bytes, sequence: int, keys: bytes) -> bytes:
+    """A touch file: keys are those touched last, 16 bytes each, the newest first."""
+    page = np.zeros((), TOUCH)
+    page["magic"], page["version"], page["count"] = b"KVIOTCH1", VERSION, len(keys) // 16
+    page["store"], page["writer"], page["sequence"] = np.void(store), np.void(writer), sequence
+    page["keys_crc"] = crc32c(keys)
+    return seal(page) + keys + bytes(-len(keys) % PAGE)
+
+
+def check_touches(data: bytes, store: bytes, name: str) -> tuple[int, int, int] | None:
+    """(sequence, number of keys, their CRC) from the first page of a touch file, if it fits."""
+    if len(data) < PAGE or data[:8] != b"KVIOTCH1" or not is_sealed(data[:PAGE]):
+        return None
+    page = np.frombuffer(data, TOUCH)[0]
+    if page["version"] != VERSION or bytes(page["store"]) != store or \
+            bytes(page["writer"]) != parse_touch_name(name) or page["count"] > MAX_TOUCHES:
+        return None
+    return int(page["sequence"]), int(page["count"]), int(page["keys_crc"])
 
 
 def encode_header(block: np.void, segment: bytes, nbytes: int) -> bytes:

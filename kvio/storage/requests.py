@@ -9,25 +9,34 @@ from kvio.completion import Transfer
 from kvio.errors import Closed, InvalidArgument, LayoutMismatch, TransferError, errno_name
 from kvio.memory import BlockPool, has_twins
 from kvio.storage import format as fmt
+from kvio.storage.evict import now_s
 from kvio.storage.format import BLOCK_IO, as_keys, key_list
+from kvio.storage.index import keys_of
 from kvio.storage.regions import Regions
+from kvio.storage.writer import FULL
 
 __all__ = ["Requests"]
 
-_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _LOST = (errno.EBADMSG, errno.ENOENT, errno.EIO)    # this copy of a block is of no use any more
 
 
 class Requests:
     """Between the index, the writer's slots and the rings. `lock` is the store's."""
 
-    def __init__(self, path, layout, lock, index, writer, rings):
+    def __init__(self, path, layout, lock, index, writer, capacity, rings, backend):
         self._path, self._layout, self._lock = path, layout, lock
-        self._index, self._writer, self._regions = index, writer, Regions(rings)
+        self._index, self._writer, self._capacity = index, writer, capacity
+        self._regions = Regions(rings, backend)
+        self.watch = None               # told what is read, for the owners
         self._writing = []              # [(batch, slots)] whose blocks the index does not know
         self.counts = {"matched_blocks": 0, "asked_blocks": 0, "hit_blocks": 0,
                        "missed_blocks": 0, "lost_blocks": 0, "stored_blocks": 0,
                        "already_stored_blocks": 0, "refused_blocks": 0}
+
+    @property
+    def staging_reason(self):
+        """Why payload is copied once more, or None."""
+        return self._regions.staging_reason
 
     def read(self, ring, keys, pool, block_ids):
         keys, ids = self._arguments(ring, keys, pool, block_ids)
@@ -39,10 +48,8 @@ class Requests:
             ring.store._check_open()
             self.harvest()
             found_ns = time.monotonic_ns()
-            rows = self._index.find(keys)
-            blocks = self._index.places(rows)
-        blocks["status"] = np.where(rows < 0, -errno.ENOENT, -errno.EINPROGRESS)
-        blocks["flags"] &= fmt.BLOCK_DURABLE
+            blocks = self._index.find(keys, now_s())
+        self.watch.note_reads(blocks)
         return self._submit(ring, False, blocks, pool, ids, self._read_drained, _usable_prefix,
                             found_ns)
 
@@ -50,29 +57,26 @@ class Requests:
         keys, ids = self._arguments(ring, keys, pool, block_ids)
         if len(set(key_list(keys))) != len(keys):
             raise InvalidArgument("a key occurs twice in one write")
-        blocks = np.zeros(len(keys), BLOCK_IO)
-        blocks["key"] = np.ascontiguousarray(keys["key"]).view("V16").ravel()
-        blocks["parent"] = np.ascontiguousarray(keys["parent"]).view("V16").ravel()
-        blocks["tokens"] = self._layout.block_tokens
         with self._lock:
             ring.store._check_open()
             ring._opened()
             self.harvest()
-            missing = np.flatnonzero(self._index.find(keys) < 0)
+            blocks = self._index.find(keys, now_s())
+            missing = np.flatnonzero(blocks["status"] == -errno.ENOENT)
             self.counts["already_stored_blocks"] += len(keys) - len(missing)
-            places, failure = self._writer.place(ring, len(missing))
+            places, failure = self._capacity.place(ring, keys, len(missing))
             self.counts["refused_blocks"] += len(missing) - len(places)
         to_do = missing[:len(places)]
         for column, name in enumerate(("segment", "slot", "flags")):
             blocks[name][to_do] = places[:, column]
+        blocks["tokens"] = self._layout.block_tokens
+        blocks["status"] = 0                        # stored already
         blocks["status"][to_do] = -errno.EINPROGRESS
         blocks["status"][missing[len(places):]] = -failure
         try:
             return self._submit(ring, True, blocks, pool, ids, lambda *_: None, self._written)
         except (Closed, InvalidArgument):       # refused; after anything else it may be under way
-            for number, slot, flags in places:
-                self._writer.give_back(int(number), int(slot), was_valid=False,
-                                       suspect=bool(flags))
+            self._writer.failed(blocks[to_do], np.zeros(len(to_do)))
             raise
 
     def _arguments(self, ring, keys, pool, block_ids):
@@ -129,6 +133,15 @@ class Requests:
         self._regions.announce(ring)
         return transfer
 
+    def stats(self):
+        """For `BlockStore.stats`. Rates are None until something was asked for."""
+        counts = self.counts
+        read = counts["hit_blocks"] + counts["missed_blocks"] + counts["lost_blocks"]
+        return {**counts,
+                "match_rate": counts["matched_blocks"] / counts["asked_blocks"]
+                if counts["asked_blocks"] else None,
+                "hit_rate": counts["hit_blocks"] / read if read else None}
+
     # ---- what follows a transfer ----
 
     def harvest(self):
@@ -148,24 +161,19 @@ class Requests:
 
     def _adopt_batch(self, batch, to_do):
         blocks = np.frombuffer(batch.blocks, BLOCK_IO)[to_do]
-        stored = np.asarray(batch.status)[to_do] == 0
-        self._adopt(blocks[stored])
-        for block in blocks[~stored]:
-            suspect = bool(block["flags"] & ~np.uint32(fmt.BLOCK_DURABLE))
-            self._give_back(block, was_valid=False, suspect=suspect)
+        status = np.asarray(batch.status)[to_do]
+        self._writer.failed(blocks[status != 0], status[status != 0])
+        self._adopt(blocks[status == 0])
 
     def _adopt(self, blocks):
-        for number in np.unique(blocks["segment"]):
-            self._writer.stored(int(number), int(np.count_nonzero(blocks["segment"] == number)))
+        self._writer.stored(blocks)
         self.counts["stored_blocks"] += len(blocks)
-        twins = self._index.find(blocks) >= 0       # somebody else stored the same key meanwhile
+        # We stored the same key twice meanwhile: one is enough. A copy of another writer is no
+        # reason to give ours up, since it may be doing just that on account of ours.
+        twins = self._is_own(self._index.find(keys_of(blocks)))
         self._index.insert(blocks[~twins])
-        for block in blocks[twins]:
-            self._give_back(block, was_valid=True, suspect=False)
-
-    def _give_back(self, block, *, was_valid, suspect):
-        self._writer.give_back(int(block["segment"]), int(block["slot"]), was_valid=was_valid,
-                               suspect=suspect)
+        self._capacity.stored(blocks[~twins])
+        self._writer.give_back(blocks[twins])
 
     def _read_drained(self, batch, blocks):
         """Copies that turned out to be bad leave the index, so that a write stores them anew.
@@ -178,13 +186,15 @@ class Requests:
         lost = asked & np.isin(-status, _LOST)
         self.counts["hit_blocks"] += int(np.count_nonzero(status == 0))
         self.counts["missed_blocks"] += int(np.count_nonzero(~asked))
-        self.counts["lost_blocks"] += int(np.count_nonzero(lost))
         for i in np.flatnonzero(lost):
-            known = self._index.remove(blocks[i])
-            # A slot whose device fails (EIO) is not used again.
-            if known and self._writer.owns(int(blocks[i]["segment"])) and \
-                    status[i] != -errno.EIO:
-                self._give_back(blocks[i], was_valid=True, suspect=True)
+            if not self._remove(blocks[i]):
+                self.counts["missed_blocks"] += 1       # evicted while it was being read
+                continue
+            self.counts["lost_blocks"] += 1
+            if status[i] == -errno.EIO:
+                self._writer.retire(blocks[i:i + 1])
+            else:
+                self._writer.give_back(blocks[i:i + 1])
 
     def _written(self, status):
         bad = np.flatnonzero(status)
@@ -193,20 +203,27 @@ class Requests:
         first = int(bad[0])
         code = -int(status[first])
         remedy = ("the disk or the store's capacity_bytes is full: free space, raise it, or go on "
-                  "without storing") if code in _FULL else "see transfer.status"
+                  "without storing") if code in FULL else "see transfer.status"
         raise TransferError(code, f"write to {self._path}: {len(bad)} of {len(status)} blocks were "
                             f"not stored, first block {first}: {errno_name(code)}; {remedy}. "
                             "All other blocks are intact", status)
 
     def forget(self, keys):
-        """Drop blocks that this store has written; their slots are used again, invalidated
-        first. What an evictor will do."""
+        """For tests: drop blocks that this store has written."""
         with self._lock:
             self.harvest()
-            rows = self._index.find(as_keys(keys))
-            for place in self._index.places(rows[rows >= 0]):
-                if self._writer.owns(int(place["segment"])) and self._index.remove(place):
-                    self._give_back(place, was_valid=True, suspect=False)
+            places = self._index.find(as_keys(keys))
+            for place in places[places["status"] != -errno.ENOENT]:
+                if self._writer.owns(int(place["segment"])) and self._remove(place):
+                    self._writer.give_back(place.reshape(1))
+
+    def _is_own(self, places):
+        owns = self._writer.owns
+        return np.array([status != -errno.ENOENT and owns(number) for status, number in
+                         zip(places["status"].tolist(), places["segment"].tolist())], bool)
+
+    def _remove(self, place):
+        return self._index.remove(*(int(place[name]) for name in ("segment", "slot", "generation")))
 
 
 def _usable_prefix(status) -> int:

@@ -10,9 +10,12 @@ import numpy as np
 from kvio._ext import ring as _ring
 from kvio.completion import Transfer
 from kvio.errors import BackendUnavailable, Busy, Closed, errno_name
+from kvio.storage import usrbio
+from kvio.storage.format import BLOCK_IO
 
 __all__ = ["ReadQueue", "Ring", "choose_backend"]
 
+_SETTLE_S = 0.1
 _REMEDY = {
     errno.EPERM: "allow it: sysctl kernel.io_uring_disabled=0, and in a container a seccomp "
                  "profile that lets io_uring through",
@@ -30,8 +33,24 @@ _POLLING = {
 }
 
 
-def choose_backend(wanted: str) -> tuple[str, str]:
-    """(back end, why it and not another)."""
+def choose_backend(wanted: str, path: str) -> tuple[str, str, str | None]:
+    """(back end, why it and not another, the mount point of 3FS for `usrbio`)."""
+    if wanted == "usrbio":
+        return wanted, "asked for", usrbio.preflight(path)
+    lost = ""
+    if wanted == "auto" and usrbio.on_3fs(path):
+        try:
+            mount = usrbio.preflight(path)
+            return "usrbio", f"{path} lies on 3FS, mounted at {mount}", mount
+        except BackendUnavailable as missing:
+            lost = f"{path} lies on 3FS, but USRBIO cannot be used: {missing}; "
+            warnings.warn(f"the store falls back to the kernel's file system: {lost[:-2]}",
+                          RuntimeWarning, stacklevel=4)
+    backend, why = _choose_local(wanted)
+    return backend, lost + why, None
+
+
+def _choose_local(wanted):
     if wanted == "threads":
         return wanted, "asked for"
     code = _ring.probe("uring")
@@ -40,7 +59,7 @@ def choose_backend(wanted: str) -> tuple[str, str]:
     why = f"io_uring is refused with {errno_name(code)}: {_REMEDY.get(code, 'see dmesg')}"
     if wanted == "uring":
         raise BackendUnavailable(code, f"{why}; or use backend='threads'")
-    warnings.warn(f"the store falls back to threads: {why}", RuntimeWarning, stacklevel=4)
+    warnings.warn(f"the store falls back to threads: {why}", RuntimeWarning, stacklevel=5)
     return "threads", why
 
 
@@ -101,6 +120,14 @@ class Ring:
         ring = self._opened()
         first, data = ring.windows(direction == "write")
         return first * ring.window_ns, ring.window_ns, np.frombuffer(data, np.uint64)
+
+    def settle(self) -> bool:
+        """Wait until its thread is done with every batch that has drained; False if it is busy.
+        What they wrote may be written by another ring from then on."""
+        try:
+            return self._ring.submit(False, np.empty(0, BLOCK_IO), 0, 0, 0).wait(_SETTLE_S)
+        except ValueError:                  # closed: it has no thread any more
+            return True
 
     def close(self, *, drain: bool = False, cancel: bool = False) -> None:
         """Stop the ring. Busy while transfers are in flight, unless `drain` waits for them or

@@ -9,11 +9,15 @@ A failed, torn or partial block is a miss or a status, never data. The bytes on 
 rules are docs/format.md.
 """
 import atexit
+import contextlib
+import errno
 import itertools
 import os
 import threading
 import warnings
 import weakref
+
+import numpy as np
 
 from kvio._ext import ring as _ring
 from kvio.completion import Transfer
@@ -22,17 +26,21 @@ from kvio.errors import (BackendUnavailable, Busy, Closed, InvalidArgument, Stor
 from kvio.layout import BlockLayout
 from kvio.storage.describe import describe
 from kvio.storage.device import choose_direct_io, choose_queue_depth
+from kvio.storage.evict import Capacity
 from kvio.storage.format import JSON_NAME, as_keys
 from kvio.storage.index import Index
 from kvio.storage.options import INT64_MAX, check_options
 from kvio.storage.requests import Requests
 from kvio.storage.ring import Ring, choose_backend
-from kvio.storage.scan import Scan, scan_folder
+from kvio.storage.scan import Scan
+from kvio.storage.watch import Watch
 from kvio.storage.writer import Writer
 
 __all__ = ["BlockStore", "Ring"]
 
 SEGMENT_BYTES = 1 << 30
+DEAD_AFTER_S = 30.0
+POLL_S = 0.03
 IO_BYTES = 1 << 20          # larger blocks are split, neighbours merge up to this
 _open_stores: "weakref.WeakSet[BlockStore]" = weakref.WeakSet()
 
@@ -41,7 +49,7 @@ class BlockStore:
     """A directory of Full Blocks; see the module. Open it with `BlockStore.open`. Thread-safe."""
 
     def __init__(self, path, layout, description, *, backend, backend_reason, verify, durability,
-                 capacity_bytes, queue_depth, direct_io, iopoll, sqpoll):
+                 capacity_bytes, queue_depth, direct_io, iopoll, sqpoll, dead_after_s, poll_s):
         """Use `BlockStore.open`."""
         geometry = description.geometry
         self.path, self.layout, self.description = path, layout, description
@@ -55,13 +63,17 @@ class BlockStore:
             geometry.header_pages, verify == "always", durability == "durable")
         self._files.direct_io = direct_io[0]
         self._index, self.scan = Index(), Scan()
-        self._writer = Writer(path, description, self._files, durable=durability == "durable",
-                              capacity_bytes=capacity_bytes)
+        self._writer = Writer(path, description, self._files, self._index,
+                              durable=durability == "durable")
         self._rings, self._default = set(), None      # rings that are open
+        self._watch = Watch(path, description, self._files, self._index, self._writer,
+                            self._rings, self.scan, dead_after_s=dead_after_s, poll_s=poll_s)
+        self._capacity = Capacity(self._index, self._writer, self._watch, capacity_bytes)
         self._ring_numbers = itertools.count()
         self._closed = self._ended = False      # refuses calls; has given everything back
         self._requests = Requests(path, layout, self._lock, self._index, self._writer,
-                                  self._rings)
+                                  self._capacity, self._rings, backend)
+        self._requests.watch = self._watch
         self._harvest, self._forget = self._requests.harvest, self._requests.forget
 
     @classmethod
@@ -69,17 +81,20 @@ class BlockStore:
              durability: str = "visible", capacity_bytes: int | None = None,
              segment_bytes: int = SEGMENT_BYTES, queue_depth: int | None = None,
              direct_io: bool | str = "auto", iopoll: bool = False, sqpoll: bool = False,
+             dead_after_s: float = DEAD_AFTER_S, poll_s: float = POLL_S,
              create: bool = True) -> "BlockStore":
         """Open the store in directory `path`, making it (not its parents) if `create`.
 
-        backend: "uring", "threads", or "auto" (the first that this machine allows; a fall-back
-            warns and is named in `backend_reason`).
+        backend: "uring", "threads", "usrbio" (for a path on 3FS), or "auto" (the best that path
+            and machine allow; a fall-back warns and is named in `backend_reason`).
         verify: "always" checks the CRC of every payload that is read. "never" looks at the header
             again instead, and is allowed in a durable store only; blocks that an earlier opener
             wrote without durability are still checked.
         durability: "visible" survives the death of the process once `write` has completed,
             "durable" a power loss as well. `sync` makes visible blocks durable.
-        capacity_bytes: what this store object may write before blocks fail with ENOSPC.
+        capacity_bytes: the payload that this store object keeps (whole blocks of
+            `layout.stride` bytes; what dead writers left counts as well). Beyond it the least
+            recently used blocks are evicted; None: when the disk is full.
         segment_bytes: size of a segment file; fixed when the store is created.
         queue_depth: device operations in flight per ring; None chooses by the block device
             (`stats()["queue_depth_reason"]`).
@@ -87,40 +102,53 @@ class BlockStore:
         iopoll, sqpoll: io_uring's IORING_SETUP_IOPOLL and _SQPOLL; both spend CPU on polling. What
             the machine refuses is done without, with a warning and in the ring's `stats()`. Their
             gain was not measured.
+        dead_after_s: a writer whose heartbeat (one a second) does not change for so long is
+            taken for dead; its blocks stay readable and may be reclaimed. Give the same value to
+            all who share a directory.
+        poll_s: how often a thread looks for what other processes have stored; 0: only when
+            `refresh` is called.
 
         LayoutMismatch, FormatError, StoreError, BackendUnavailable or InvalidArgument.
         """
         check_options(layout, backend, verify, durability, capacity_bytes, segment_bytes,
-                      queue_depth, direct_io)
+                      queue_depth, direct_io, dead_after_s, poll_s)
         try:
             path = os.path.abspath(os.fsdecode(path))
         except TypeError:
             raise InvalidArgument(f"path must be a str or os.PathLike, not {path!r}") from None
-        backend, reason = choose_backend(backend)
+        backend, reason, mount = choose_backend(backend, path)
         description = describe(path, layout, segment_bytes, create)
         store = cls(path, layout, description, backend=backend, backend_reason=reason,
                     verify=verify, durability=durability, capacity_bytes=capacity_bytes,
                     queue_depth=choose_queue_depth(path, queue_depth),
                     direct_io=choose_direct_io(os.path.join(path, JSON_NAME), direct_io),
-                    iopoll=iopoll, sqpoll=sqpoll)
+                    iopoll=iopoll, sqpoll=sqpoll, dead_after_s=dead_after_s, poll_s=poll_s)
+        if mount:
+            store._files.set_mount(mount)
         store._load()
         _open_stores.add(store)
         return store
 
     def _load(self):
         try:
-            for blocks in scan_folder(self.path, self.description, self._files, self.scan):
-                self._index.insert(blocks)
+            self._watch.load()
+            self._watch.start()
         except OSError as failed:
             self._files.stop()
             raise StoreError(failed.errno, f"cannot read the segments of {self.path}: raise the "
                              "limit of open files (ulimit -n)") from failed
+        except RuntimeError as failed:          # of Python: can't start new thread
+            self._files.stop()
+            raise StoreError(errno.EAGAIN, f"cannot watch {self.path}: raise the limit of "
+                             "processes (ulimit -u), or open with poll_s=0") from failed
 
     def __repr__(self):
-        state = "closed" if self._closed else f"{len(self._index)} blocks, {self.backend}"
+        gone = self._closed or self._pid != os.getpid()
+        state = "closed" if gone else f"{len(self._index)} blocks, {self.backend}"
         return f"<BlockStore {self.path}: {state}>"
 
     def __len__(self):
+        self._check_fork()
         with self._lock:
             self._harvest()
             return len(self._index)
@@ -138,6 +166,20 @@ class BlockStore:
             self._requests.counts["matched_blocks"] += count
         return count
 
+    def contains(self, keys) -> np.ndarray:
+        """bool per key: is it stored, whatever its ancestors? Advisory, as `match` is."""
+        keys = as_keys(keys)
+        with self._lock:
+            self._check_open()
+            self._harvest()
+            return self._index.find(keys)["status"] != -errno.ENOENT
+
+    def forget(self, keys) -> None:
+        """Drop blocks that this store object has written; others stay. Their slots are used
+        again; until then their bytes are on disk, and whoever opens the store finds them."""
+        self._check_open()
+        self._requests.forget(keys)
+
     def read(self, keys, pool, block_ids) -> Transfer:
         """Read blocks into pool blocks; `wait` gives the length of the usable prefix.
 
@@ -149,10 +191,46 @@ class BlockStore:
     def write(self, keys, pool, block_ids) -> Transfer:
         """Store blocks; they are visible to `match` and `read` once the transfer has completed.
 
-        Blocks that are stored already succeed at once. ENOSPC fails single blocks; `wait` then
+        Blocks that are stored already succeed at once. Where capacity or disk are full, others
+        are evicted; what finds no room even so fails with ENOSPC, block by block, and `wait`
         raises TransferError. A block is written even if its parent is not stored.
         """
         return self._requests.write(self._default_ring(), keys, pool, block_ids)
+
+    def refresh(self) -> int:
+        """Look now for what other processes have stored, evicted or closed, without waiting for
+        the next look; returns how many blocks appeared or went. Blocks for the time of I/O."""
+        self._check_open()
+        return self._watch.look()
+
+    def pin(self, keys) -> int:
+        """Keep the stored prefix of a chain from being evicted by this store object, until
+        `unpin`; returns its length in blocks. Pins count. Other processes do not know of them: a
+        block of another writer may go all the same."""
+        keys = as_keys(keys)
+        with self._lock:
+            self._check_open()
+            self._harvest()
+            return self._capacity.pin(keys)
+
+    def unpin(self, keys) -> None:
+        """Take back one `pin` of each of these keys: those it has counted, `keys[:count]`. Keys
+        that are not pinned are ignored."""
+        keys = as_keys(keys)
+        with self._lock:
+            self._check_open()
+            self._capacity.unpin(keys)
+
+    @contextlib.contextmanager
+    def pinned(self, keys):
+        """`with store.pinned(keys) as count:` keys[:count] are stored and stay so meanwhile."""
+        keys = as_keys(keys)
+        count = self.pin(keys)
+        try:
+            yield count
+        finally:
+            if not self._closed:
+                self.unpin(keys[:count])
 
     def sync(self) -> None:
         """Make every write that has completed survive a power loss. Blocks; StoreError."""
@@ -179,8 +257,10 @@ class BlockStore:
                                   int(read_bytes_per_s), int(write_bytes_per_s), int(window_ns),
                                   *self._polls)
             except OSError as failed:
-                raise BackendUnavailable(failed.errno, f"cannot open another ring ({self.backend})"
-                                         ": close some, or raise ulimit -n and -l") from failed
+                remedy = "is /dev/shm full, or the 3FS daemon gone?" if self.backend == "usrbio" \
+                    else "close some, or raise ulimit -n and -l"
+                raise BackendUnavailable(failed.errno, "cannot open another ring "
+                                         f"({self.backend}): {remedy}") from failed
             ring = Ring(self, name or f"ring{next(self._ring_numbers)}", ring)
             self._rings.add(ring)
         ring._announce()
@@ -197,6 +277,8 @@ class BlockStore:
 
     def stats(self) -> dict:
         """Figures of this store object: its blocks, what opening found, fall-backs, all rings."""
+        self._check_open()
+        sharing = self._watch.stats()
         with self._lock:
             self._check_open()
             self._harvest()
@@ -208,14 +290,17 @@ class BlockStore:
                 "direct_io": all(direct) if direct else None,
                 "direct_io_reason": self._direct_io_reason,
                 "queue_depth": self.queue_depth, "queue_depth_reason": self.queue_depth_reason,
-                "plain_buffers_reason": ", ".join(errno_name(code) for code in codes) or None,
-                "blocks": len(self._index), "segments": self.scan.segments
-                + len(self._writer.segments), "own_segments": len(self._writer.segments),
+                "plain_buffers_reason": ", ".join(errno_name(code) for code in codes)
+                or self._requests.staging_reason,
+                "blocks": len(self._index),
+                "segments": sharing["foreign_segments"] + len(self._writer.segments),
+                "own_segments": len(self._writer.segments),
                 "own_bytes": self._writer.slots_used * self.layout.stride,
                 "segments_ignored": dict(self.scan.ignored),
-                "headers_damaged": self.scan.headers_damaged,
-                "headers_beyond_end": self.scan.headers_beyond_end,
-                "page1_writes": self._files.page1_writes, **self._requests.counts, "rings": rings}
+                "headers_damaged": sharing["headers_damaged"],
+                "headers_beyond_end": sharing["headers_beyond_end"],
+                "page1_writes": self._files.page1_writes, **self._requests.stats(),
+                **self._capacity.stats(), "sharing": sharing, "rings": rings}
 
     def close(self, *, drain: bool = False, cancel: bool = False) -> None:
         """Close the store. Busy while transfers are in flight (nothing is closed then), unless
@@ -235,6 +320,7 @@ class BlockStore:
             rings = list(self._rings)
         for ring in rings:
             ring.close(drain=True, cancel=cancel)
+        self._watch.stop()
         with self._lock:
             if not self._ended:
                 self._harvest()
@@ -244,11 +330,14 @@ class BlockStore:
         _open_stores.discard(self)
 
     def _check_open(self):
+        self._check_fork()
+        if self._closed:
+            raise Closed(f"the store at {self.path} is closed")
+
+    def _check_fork(self):
         if self._pid != os.getpid():
             raise Closed("this store was opened before a fork: a forked child is not a writer and "
                          "has no rings; open the store again in the child")
-        if self._closed:
-            raise Closed(f"the store at {self.path} is closed")
 
     def __enter__(self):
         return self

@@ -9,6 +9,7 @@ from kvio.storage import BlockStore
 
 LAYOUT = BlockLayout(num_layers=3, block_tokens=4, bytes_per_token=700)     # 8,400 bytes
 SEGMENT = 1 << 20
+NAMED = False               # are pools made as files of /dev/shm?
 
 
 def chain(num_blocks, seed=0, layout=LAYOUT):
@@ -27,7 +28,7 @@ class Blocks:
     """A pool with the blocks of `keys`, or with blocks to read into."""
 
     def __init__(self, num_blocks, layout=LAYOUT, keys=None, scattered=False):
-        self.pool = BlockPool(layout, 2 * num_blocks + 1, poison=True)
+        self.pool = BlockPool(layout, 2 * num_blocks + 1, poison=True, named=NAMED)
         self.ids = self.pool.alloc(num_blocks)
         if scattered:
             self.pool.free(self.ids)

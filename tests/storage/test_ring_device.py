@@ -15,6 +15,9 @@ LARGE = BlockLayout(num_layers=4, block_tokens=16, bytes_per_token=16 << 10)    
 IOPOLL, SQPOLL = 1, 2           # IORING_SETUP_*
 
 
+local = pytest.mark.parametrize("backend", ["uring", "threads"], indirect=True)    # no 3FS there
+
+
 @pytest.fixture
 def tmpfs():
     if not os.access("/dev/shm", os.W_OK):
@@ -61,6 +64,7 @@ def test_no_device_is_no_error(tmp_path, monkeypatch):
     assert chosen == 32 and "no block device" in why
 
 
+@local
 def test_tmpfs_counts_as_buffered(tmpfs, backend):
     """Newer kernels accept O_DIRECT there, and copy."""
     with open_store(tmpfs, backend) as store:
@@ -100,6 +104,7 @@ def _flags(fd):
         return int(file.read().split("flags:")[1].split()[0], 8)
 
 
+@local
 def test_large_copies_are_shared_by_the_kernels_workers(tmpfs, backend):
     with open_store(tmpfs, backend, LARGE, segment_bytes=16 << 20) as store:
         keys = chain(6, layout=LARGE)
@@ -139,9 +144,12 @@ def test_a_large_block_travels_in_pieces(tmp_path, backend):
         before = store._default.stats()["ios"]
         assert get(store, keys[:1], layout)[0] == 1
         assert store._default.stats()["ios"] - before >= 4      # 1 MiB each: in parallel
+        stats = store._default.stats()
         usable, _, target = get(store, keys, layout)            # a full queue: larger pieces
         assert usable == 12 and target.holds(keys, layout)
-        assert store._default.stats()["ios"] - before - 4 <= 48
+        more = {name: count - stats[name] for name, count in store._default.stats().items()
+                if name in ("ios", "short_ios")}                # short: staged in several steps
+        assert more["ios"] - more["short_ios"] <= 48
 
 
 # ---- polling: what is refused is announced once and done without

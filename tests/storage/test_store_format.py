@@ -37,9 +37,15 @@ def test_c_and_python_write_the_same_bytes(seed):
     raw = np.frombuffer(block.tobytes(), np.uint8)
     assert _ring.encode_header(raw, np.frombuffer(uuid, np.uint8), nbytes) == header
     bitmaps = rng.bytes(fmt.BITMAP_BYTES), rng.bytes(fmt.BITMAP_BYTES)
-    figures = [int(n) for n in rng.integers(0, 1 << 31, 3)]
+    figures = [int(n) for n in rng.integers(0, 1 << 31, 4)]
     page = _ring.encode_page1(uuid, *figures, *bitmaps)
     assert page == fmt.encode_page1(uuid, *figures, *bitmaps)
+    assert _ring.decode_page1(page, uuid, figures[0]) == (*figures[1:], *bitmaps)
+    wrong = bytearray(page)
+    wrong[int(rng.integers(4096))] ^= 1 << int(rng.integers(8))
+    assert _ring.decode_page1(wrong, uuid, figures[0]) is None
+    assert _ring.decode_page1(page, bytes(16), figures[0]) is None
+    assert _ring.decode_page1(page, uuid, figures[0] + 1) is None
 
 
 def test_c_reads_what_python_writes():
@@ -64,8 +70,8 @@ def test_c_reads_what_python_writes():
 
 def test_the_tables_of_the_document_are_the_structs():
     for heading, struct in (("Page 0", fmt.PAGE0), ("Page 1", fmt.PAGE1),
-                            ("Block headers", fmt.HEADER)):
-        text = DOCUMENT.split(f"### {heading}")[1].split("\n##")[0]
+                            ("Block headers", fmt.HEADER), ("6 Touches", fmt.TOUCH)):
+        text = DOCUMENT.split(f"## {heading}")[1].split("\n##")[0]
         rows = [(int(a), int(b)) for a, b in re.findall(r"^\| (\d+) \| (\d+) \|", text, re.M)]
         assert rows[0][0] == 0 and sum(rows[-1]) == struct.itemsize
         assert all(a + b == c for (a, b), (c, _) in zip(rows, rows[1:])), "no gaps"
@@ -76,7 +82,7 @@ def test_the_tables_of_the_document_are_the_structs():
 
 def test_the_example_of_the_document():
     layout = BlockLayout(2, 4, 8)
-    example = DOCUMENT.split("## 6 Example")[1]
+    example = DOCUMENT.split("## 7 Example")[1]
     named = re.findall(r"`([0-9a-f]{32})`", example)
     keys, data = block_keys(np.arange(4), layout), bytes(range(64))
     assert named == [layout.fingerprint.hex(), root_key(layout).hex(),

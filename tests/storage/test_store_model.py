@@ -1,4 +1,7 @@
-"""The store against a dictionary: any sequence of calls gives what the dictionary says."""
+"""The store against a dictionary with a budget: any sequence of calls gives what it says."""
+import collections
+import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -13,7 +16,8 @@ from kvio.errors import TransferError
 
 CHAINS = [chain(12, seed) for seed in range(3)]
 CHAINS.append(np.concatenate([CHAINS[0][:5], chain(12, 7)[5:]]))    # shares a prefix
-CAPACITY = 45
+PARENT = {key["key"].tobytes(): key["parent"].tobytes() for keys in CHAINS for key in keys}
+CAPACITY = 22
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -25,7 +29,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.options = {"backend": backend, "durability": "durable" if durable else "visible",
                         "capacity_bytes": CAPACITY * LAYOUT.stride, "segment_bytes": 160_000}
         self.store = open_store(self.folder, **self.options)
-        self.model, self.own = set(), set()
+        self.model, self.own, self.pinned = set(), set(), collections.Counter()
 
     def teardown(self):
         if hasattr(self, "store"):
@@ -41,17 +45,46 @@ class StoreMachine(RuleBasedStateMachine):
         keys = CHAINS[which][first:first + count]
         source = Blocks(len(keys), keys=keys, scattered=scattered)
         transfer = self.store.write(keys, source.pool, source.ids)
-        new = [name for name in self.names(keys) if name not in self.model]
-        fits = max(0, CAPACITY - len(self.own))
-        try:
+        names, before = self.names(keys), set(self.model)
+        with contextlib.suppress(TransferError):
             transfer.wait()
-            assert len(new) <= fits
-        except TransferError:
-            assert len(new) > fits
-        stored = {name for name, status in zip(self.names(keys), transfer.status) if status == 0}
-        assert stored == set(self.names(keys)) - set(new[fits:])
-        self.own |= stored - self.model
-        self.model |= stored
+        stored = {name for name, status in zip(names, transfer.status) if status == 0}
+        gone = {name for name in before if name not in self.store._index}
+        assert gone <= self.own - set(names) - self.kept(self.pinned)
+        leafless = {PARENT[name] for name in (before & self.own) - gone} & gone
+        assert not any(self.reachable(name, before) for name in leafless)    # but orphans
+        self.own = (self.own | stored - before) - gone
+        self.model = (before | stored) - gone
+        assert len(self.own) <= CAPACITY
+        if set(transfer.status.tolist()) - {0}:         # then nothing else could have gone
+            assert set(transfer.status.tolist()) <= {0, -errno.ENOSPC}
+            parents = {PARENT[name] for name in names}
+            assert len(self.own) == CAPACITY
+            assert self.own <= self.kept(self.pinned) | self.kept({*names, *parents})
+
+    def reachable(self, name, stored):
+        while name in stored:
+            name = PARENT[name]
+        return name.startswith(b"root")
+
+    def kept(self, names):
+        """With all ancestors that are stored without a gap."""
+        out, names = set(), set(names)
+        while names := {name for name in names - out if name in self.model}:
+            out |= names
+            names = {PARENT[name] for name in names}
+        return out
+
+    @rule(which=st.sampled_from(range(4)), count=st.integers(1, 12), by=st.sampled_from([1, -1]))
+    def pin(self, which, count, by):
+        keys = CHAINS[which][:count]
+        if by > 0:
+            assert self.store.pin(keys) == self.store.match(keys)
+            self.pinned.update(self.names(keys)[:self.store.match(keys)])
+        else:
+            self.store.unpin(keys)
+            self.pinned.subtract(name for name in self.names(keys) if name in self.pinned)
+        self.pinned = +self.pinned
 
     @rule(which=st.sampled_from(range(4)), first=st.integers(0, 11), count=st.integers(1, 12),
           seed=st.integers(0, 9))
@@ -85,6 +118,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = open_store(self.folder, **self.options)
         self.model, self.own = {name for keys in CHAINS for name in self.names(keys)
                                 if name in self.store._index}, set()
+        self.pinned.clear()
 
     @rule()
     def sync(self):
