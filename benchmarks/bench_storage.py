@@ -43,9 +43,10 @@ DISK_CLAIMS = (
     Claim("cpu", "Kvio", "LiburingHuge"),
     Claim("cpu", "Kvio", "NixlNap", at_most=0.25), Claim("rate", "KvioAlways", "Fio"),
     Claim("cpu+", "KvioAlways", "Kvio", at_most=0.15), Claim("cpu", "LiburingHuge", "NixlNap"),
-    Claim("rate", "Liburing", "Fio"), Claim("rate", "LmcacheRaw", "Fio"),
+    Claim("rate", "Liburing", "Fio"), Claim("rate", "LiburingHuge", "Fio"),
+    Claim("rate", "Kvio", "LiburingHuge"), Claim("rate", "LmcacheRaw", "Fio"),
     Claim("rate", "LmcacheFs", "Fio"))
-MEMORY = ("LmcacheFs", "Kvio", "Pread4", "KvioAlways", "Liburing")
+MEMORY = ("LmcacheFs", "Kvio", "Pread4", "KvioAlways")
 MEMORY_CLAIMS = (
     Claim("rate", "Kvio", "LmcacheFs", at_least=1), Claim("rate", "Kvio", "Pread4"),
     Claim("cpu", "Kvio", "LmcacheFs"), Claim("rate", "KvioAlways", "LmcacheFs"))
@@ -64,7 +65,8 @@ class Row(NamedTuple):
 
 def write_claims(least):
     return (Claim("rate", "Kvio", "Fio", at_least=least), Claim("rate", "Liburing", "Fio"),
-            Claim("cpu", "Kvio", "Liburing"), Claim("cpu", "Kvio", "LiburingHuge"))
+            Claim("rate", "Kvio", "LiburingHuge"), Claim("cpu", "Kvio", "Liburing"),
+            Claim("cpu", "Kvio", "LiburingHuge"))
 
 
 def size(nbytes):

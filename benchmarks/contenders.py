@@ -22,6 +22,7 @@ import numpy as np
 from kvio import BlockLayout, BlockPool, BlockStore, block_keys
 
 PAGE = 4096
+CALL = 128 << 20            # bytes of one call of kvio's
 CONTENDERS = {}
 
 
@@ -150,7 +151,7 @@ class Kvio(Contender):
 
     def setup(self):
         setting = self.setting
-        self.batch = min(setting.num_blocks // 2, (128 << 20) // setting.nbytes)
+        self.batch = min(setting.num_blocks // 2, CALL // setting.nbytes)
         self.pool = BlockPool(layout_of(setting.nbytes), 2 * self.batch)
         self.slots = self.pool.alloc(2 * self.batch).reshape(2, -1)
         folder = os.path.join(setting.folder, "store")
@@ -246,8 +247,11 @@ class Floor(Contender):
         if not os.path.exists(path):
             raise Missing("storage_floor.c was not built: needs a C compiler and liburing-dev")
         self.library = ctypes.CDLL(path)
-        self.rows = pages(max(4, self.setting.depth), self.setting.nbytes, self.huge)
+        self.rows = pages(self.num_slots(), self.setting.nbytes, self.huge)
         self.open()
+
+    def num_slots(self):
+        return max(4, self.setting.depth)
 
     def target(self):
         """What to write to: a file of its own, as long as the segment, all of it written."""
@@ -308,16 +312,21 @@ class LiburingHuge(Floor):
 
 @contender
 class Pread4(Floor):
-    """preadv in four threads of C."""
+    """pread in four threads of C, into as much memory as kvio's: copies into memory that lies in
+    a cache are another thing."""
     threads = 4
+
+    def num_slots(self):
+        return 2 * CALL // self.setting.nbytes
 
     def open(self):
         self.fd = os.open(self.setting.segment, self.setting.flags)
 
     def move(self, ids):
         offsets, used, _ = self.places(ids)
-        self.ok(self.library.pread_run(self.fd, ctypes.c_void_p(self.rows.ctypes.data),
-                                       self.setting.nbytes, offsets, used, len(ids), self.threads))
+        self.ok(self.library.pread_run(
+            self.fd, ctypes.c_void_p(self.rows.ctypes.data), self.setting.nbytes, len(self.rows),
+            offsets, used, len(ids), self.threads))
 
     def close(self):
         os.close(self.fd)

@@ -4,7 +4,7 @@ import select
 import shutil
 import time
 
-from contenders import PAGE, Contender, Missing, contender, content, pages
+from contenders import CALL, PAGE, Contender, Missing, contender, content, pages
 
 
 @contender
@@ -86,7 +86,7 @@ class LmcacheRaw(Contender):
 
 @contender
 class LmcacheFs(Contender):
-    """LMCache's fs_native (C++, four threads, one file a block)."""
+    """LMCache's fs_native (C++, four threads, one file a block), into as much memory as kvio's."""
 
     def setup(self):
         os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
@@ -96,7 +96,7 @@ class LmcacheFs(Contender):
         except ImportError as missing:
             raise Missing(f"lmcache: {missing}") from None
         setting = self.setting
-        self.rows = pages(setting.depth, setting.nbytes)
+        self.rows = pages(2 * CALL // setting.nbytes, setting.nbytes)
         self.views = [memoryview(row) for row in self.rows]
         self.folder = os.path.join(setting.folder, f"lmcache-{os.getpid()}")
         os.makedirs(self.folder)
@@ -106,20 +106,22 @@ class LmcacheFs(Contender):
         self.client = LMCacheFSClient(self.folder, 4, "", setting.direct, 0)
 
     def move(self, ids):
-        client, event = self.client, self.client.event_fd()
-        for at in range(0, len(ids), len(self.views)):
-            some = ids[at:at + len(self.views)].tolist()
+        client, event, depth = self.client, self.client.event_fd(), self.setting.depth
+        self.last = {}
+        for at in range(0, len(ids), depth):
+            some = ids[at:at + depth].tolist()
+            slots = [slot % len(self.views) for slot in range(at, at + len(some))]
             client.submit_batch_get([f"m@00000000@0@{number:08x}" for number in some],
-                                    self.views[:len(some)])
+                                    [self.views[slot] for slot in slots])
+            self.last.update(zip(slots, some))
             done = []
             while not done:
                 select.select([event], [], [])
                 done = client.drain_completions()
             assert done[0][1], done
-        self.last = some
 
     def held(self):
-        return list(zip(self.rows, self.last))
+        return [(self.rows[slot], number) for slot, number in self.last.items()]
 
     def close(self):
         self.client.close()

@@ -143,25 +143,26 @@ int floor_run(struct floor *f, int write, const uint64_t *offsets, uint32_t *slo
 	return rc;
 }
 
-/* ---- preadv from several threads, each with a block of its own ---- */
+/* ---- pread from several threads, into one block of memory after the other ---- */
 
 struct team {
 	int fd;
 	uint8_t *memory;
 	const uint64_t *offsets;
 	uint32_t *slots;
-	uint32_t nbytes, count;
-	atomic_uint next, members;
+	uint32_t nbytes, count, num_slots;
+	atomic_uint next;
 	atomic_int error;
 };
 
 static void *member(void *arg)
 {
 	struct team *team = arg;
-	uint32_t slot = atomic_fetch_add(&team->members, 1), i;
-	uint8_t *memory = team->memory + (size_t)slot * team->nbytes;
+	uint32_t i;
 
 	while ((i = atomic_fetch_add(&team->next, 1)) < team->count) {
+		uint32_t slot = i % team->num_slots;
+		uint8_t *memory = team->memory + (size_t)slot * team->nbytes;
 		ssize_t got = pread(team->fd, memory, team->nbytes, (off_t)team->offsets[i]);
 
 		if (got != (ssize_t)team->nbytes)
@@ -171,11 +172,12 @@ static void *member(void *arg)
 	return NULL;
 }
 
-int pread_run(int fd, uint8_t *memory, uint32_t nbytes, const uint64_t *offsets, uint32_t *slots,
-	      uint32_t count, uint32_t threads)
+/* num_slots: blocks of memory, more than threads. */
+int pread_run(int fd, uint8_t *memory, uint32_t nbytes, uint32_t num_slots,
+	      const uint64_t *offsets, uint32_t *slots, uint32_t count, uint32_t threads)
 {
 	struct team team = {.fd = fd, .memory = memory, .offsets = offsets, .slots = slots,
-			    .nbytes = nbytes, .count = count};
+			    .nbytes = nbytes, .count = count, .num_slots = num_slots};
 	pthread_t ids[16];
 	uint32_t started = 1;
 
