@@ -28,7 +28,7 @@ class Requests:
         self._index, self._writer, self._capacity = index, writer, capacity
         self._regions = Regions(rings, backend)
         self.watch = None               # told what is read, for the owners
-        self._writing = []              # [(batch, slots)] whose blocks the index does not know
+        self._writing = []              # [(batch, blocks, which)] that the index does not know
         self.counts = {"matched_blocks": 0, "asked_blocks": 0, "hit_blocks": 0,
                        "missed_blocks": 0, "lost_blocks": 0, "stored_blocks": 0,
                        "already_stored_blocks": 0, "refused_blocks": 0}
@@ -51,7 +51,7 @@ class Requests:
             blocks = self._index.find(keys, now_s())
         self.watch.note_reads(blocks)
         return self._submit(ring, False, blocks, pool, ids, self._read_drained, _usable_prefix,
-                            found_ns)
+                            _ring.Batch(), found_ns)
 
     def write(self, ring, keys, pool, block_ids):
         keys, ids = self._arguments(ring, keys, pool, block_ids)
@@ -62,22 +62,35 @@ class Requests:
             ring._opened()
             self.harvest()
             blocks = self._index.find(keys, now_s())
-            missing = np.flatnonzero(blocks["status"] == -errno.ENOENT)
+            missing = np.flatnonzero(~self._is_stored(blocks))
             self.counts["already_stored_blocks"] += len(keys) - len(missing)
             places, failure = self._capacity.place(ring, keys, len(missing))
             self.counts["refused_blocks"] += len(missing) - len(places)
-        to_do = missing[:len(places)]
-        for column, name in enumerate(("segment", "slot", "flags")):
-            blocks[name][to_do] = places[:, column]
-        blocks["tokens"] = self._layout.block_tokens
-        blocks["status"] = 0                        # stored already
-        blocks["status"][to_do] = -errno.EINPROGRESS
-        blocks["status"][missing[len(places):]] = -failure
+            to_do = missing[:len(places)]
+            for column, name in enumerate(("segment", "slot", "flags")):
+                blocks[name][to_do] = places[:, column]
+            blocks["tokens"] = self._layout.block_tokens
+            blocks["status"] = 0                        # stored already
+            blocks["status"][to_do] = -errno.EINPROGRESS
+            blocks["status"][missing[len(places):]] = -failure
+            batch = _ring.Batch()
+            self._writing.append((batch, blocks, to_do))
         try:
-            return self._submit(ring, True, blocks, pool, ids, lambda *_: None, self._written)
-        except (Closed, InvalidArgument):       # refused; after anything else it may be under way
-            self._writer.failed(blocks[to_do], np.zeros(len(to_do)))
+            return self._submit(ring, True, blocks, pool, ids, lambda *_: None, self._written,
+                                batch)
+        except BaseException:
+            if not batch.submitted:             # else it is under way, whatever has happened here
+                batch.abandon()
+                with self._lock:
+                    self.harvest()              # the slots are free again
             raise
+
+    def _is_stored(self, blocks):
+        """Which of these rows need not be written? What somebody has stored visibly may be gone
+        after a power loss: that is not what a durable store promises."""
+        stored = blocks["status"] != -errno.ENOENT
+        return stored & (blocks["flags"] & fmt.BLOCK_DURABLE != 0) if self._writer.durable \
+            else stored
 
     def _arguments(self, ring, keys, pool, block_ids):
         ring.store._check_open()
@@ -92,10 +105,10 @@ class Requests:
             raise InvalidArgument(f"{len(keys)} keys, but {len(ids)} block ids")
         return keys, ids
 
-    def _submit(self, ring, write, blocks, pool, ids, drained, finish, found_ns=0):
+    def _submit(self, ring, write, blocks, pool, ids, drained, finish, batch, found_ns=0):
         blocks["addr"] = np.uint64(pool.region.addr) + ids.astype(np.uint64) * np.uint64(
             pool.block_stride)
-        batch, pinned = _ring.Batch(), []
+        pinned = []
 
         def on_drain():
             if pinned:
@@ -121,15 +134,12 @@ class Requests:
                 raise
             transfer.abandon()
             ring._opened()                          # Closed meanwhile?
-            if isinstance(failed, InvalidArgument) or \
+            if isinstance(failed, (Closed, InvalidArgument)) or \
                     not isinstance(failed, (OSError, ValueError)):
                 raise
             raise InvalidArgument(f"the ring refused the batch: {failed}") from failed
         with self._lock:
             ring._transfers.add(transfer)
-            if write:
-                self._writing.append((batch, np.flatnonzero(
-                    blocks["status"] == -errno.EINPROGRESS)))
         self._regions.announce(ring)
         return transfer
 
@@ -151,15 +161,18 @@ class Requests:
         writing, self._writing = self._writing, []
         try:
             while writing:
-                batch, to_do = writing.pop(0)
-                if batch.poll():
-                    self._adopt_batch(batch, to_do)
+                entry = writing.pop(0)
+                if entry[0].poll():
+                    self._adopt_batch(*entry)
                 else:
-                    self._writing.append((batch, to_do))
+                    self._writing.append(entry)
         finally:
             self._writing += writing
 
-    def _adopt_batch(self, batch, to_do):
+    def _adopt_batch(self, batch, blocks, to_do):
+        if not batch.submitted:                 # no ring has had it
+            self._writer.failed(blocks[to_do], np.zeros(len(to_do)))
+            return
         blocks = np.frombuffer(batch.blocks, BLOCK_IO)[to_do]
         status = np.asarray(batch.status)[to_do]
         self._writer.failed(blocks[status != 0], status[status != 0])
@@ -170,9 +183,10 @@ class Requests:
         self.counts["stored_blocks"] += len(blocks)
         # We stored the same key twice meanwhile: one is enough. A copy of another writer is no
         # reason to give ours up, since it may be doing just that on account of ours.
-        twins = self._is_own(self._index.find(keys_of(blocks)))
+        found = self._index.find(keys_of(blocks))
+        twins = self._is_own(found)
         self._index.insert(blocks[~twins])
-        self._capacity.stored(blocks[~twins])
+        self._capacity.stored(blocks[found["status"] == -errno.ENOENT])
         self._writer.give_back(blocks[twins])
 
     def _read_drained(self, batch, blocks):

@@ -127,8 +127,8 @@ class Ring:
         What they wrote may be written by another ring from then on."""
         try:
             return self._ring.submit(False, np.empty(0, BLOCK_IO), 0, 0, 0).wait(_SETTLE_S)
-        except ValueError:                  # closed: it has no thread any more
-            return True
+        except ValueError:      # closed, or about to be: `close` gives its segments back at the end
+            return False
 
     def close(self, *, drain: bool = False, cancel: bool = False) -> None:
         """Stop the ring. Busy while transfers are in flight, unless `drain` waits for them or

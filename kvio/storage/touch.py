@@ -46,6 +46,9 @@ class Touches:
         # Newest first: whoever touches them in this order leaves the newest warmest.
         keys = dict.fromkeys(key for _, some in reversed(self._recent) for key in some.tolist())
         keys = b"".join(list(keys)[:fmt.MAX_TOUCHES])
+        if self._fd >= 0 and os.fstat(self._fd).st_nlink == 0:
+            os.close(self._fd)                  # taken for a leftover and deleted
+            self._fd = -1
         if self._fd < 0:
             self._fd, _ = open_file(self._path, os.O_RDWR | os.O_CREAT)
         self._sequence += 1

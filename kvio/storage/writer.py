@@ -45,7 +45,7 @@ class Writer:
     def __init__(self, folder: str, description: Description, files, index, *,
                  durable: bool):
         self.folder, self.description, self._files = folder, description, files
-        self._index, self._durable = index, durable
+        self._index, self.durable = index, durable
         self.max_slots: int | None = None   # what all segments together should span
         self.uuid = uuid.uuid4().bytes
         self.direct_io = None
@@ -219,6 +219,7 @@ class Writer:
 
     def _create(self):
         geometry, number = self.description.geometry, self._next_number
+        self._next_number += 1          # also if this fails: others may have seen the file
         segment_uuid = uuid.uuid4().bytes
         path = os.path.join(self.folder, fmt.segment_name(self.uuid, number))
         fd, direct = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._files.direct_io)
@@ -232,7 +233,7 @@ class Writer:
                              (0, fmt.encode_page0(self.description, self.uuid, number,
                                                   segment_uuid))):
                 write_pages(fd, page, at)
-            if self._durable:
+            if self.durable:
                 os.fsync(fd)
                 fmt.sync_folder(self.folder)
             added = self._files.add_segment(fd, True, segment_uuid)
@@ -243,7 +244,6 @@ class Writer:
         self._index.add_segment(added, geometry.slots, True)
         segment = _Segment(added, path, fd, geometry.slots)
         segment.reserved = geometry.payload_offset
-        self._next_number += 1
         self.direct_io = direct
         self.segments.append(segment)
         self._by_number[added] = segment
@@ -342,7 +342,7 @@ class Writer:
         geometry = self.description.geometry
         for segment in self.segments:
             try:
-                if segment.slots.num_valid == 0:
+                if segment.slots.num_valid == segment.slots.num_flying == 0:
                     os.unlink(segment.path)
                 else:
                     os.truncate(segment.path, geometry.payload_offset

@@ -1,13 +1,17 @@
 """Where the parts of the store meet each other and what others leave in its directory."""
+import errno
 import os
 import signal
 import threading
+import time
 import uuid
+from types import SimpleNamespace
 
 import pytest
 
-from blocks import Blocks, chain, open_store, put, readable
-from kvio.errors import Closed, StoreError
+from blocks import LAYOUT, Blocks, chain, open_store, put, readable, segments
+from kvio.errors import Closed, StoreError, TransferError
+from shared import until
 
 
 @pytest.fixture
@@ -114,3 +118,115 @@ def test_a_forked_child_waits_for_no_lock_and_no_transfer_of_its_parent(tmp_path
         ring._ring._pause(False)
         ring.close(drain=True)
         assert readable(store, keys).all()
+
+
+def test_a_write_that_was_interrupted_after_it_began_is_stored(tmp_path, backend):
+    """By Ctrl-C, say, before anybody has noted it."""
+    keys = chain(4)
+    with open_store(tmp_path, backend) as store:
+        source, ring = Blocks(4, keys=keys), store.open_ring()
+
+        def interrupted(_):
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ring, "_transfers", SimpleNamespace(add=interrupted))
+            with pytest.raises(KeyboardInterrupt):
+                ring.write(keys, source.pool, source.ids)
+        until(lambda: store.match(keys) == 4)
+        assert store._writer.slots_used == 4
+    with open_store(tmp_path, backend) as store:
+        assert readable(store, keys).all()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, Closed("the pool is closed")])
+def test_slots_of_a_write_that_never_began_are_free_again(tmp_path, monkeypatch, error):
+    keys = chain(4)
+    with open_store(tmp_path) as store:
+        put(store, keys[:1])
+        source = Blocks(3, keys=keys[1:])
+
+        def fails(_):
+            raise error
+
+        monkeypatch.setattr(source.pool, "pin", fails)
+        with pytest.raises(type(error) if isinstance(error, Exception) else error):
+            store.write(keys[1:], source.pool, source.ids)
+        assert store._writer.slots_used == 1
+        put(store, keys)
+        assert readable(store, keys).all()
+
+
+def test_a_pool_that_is_closed_is_closed(tmp_path):
+    with open_store(tmp_path) as store:
+        source = Blocks(1, keys=chain(1))
+        source.pool.close()
+        for use in (store.read, store.write):
+            with pytest.raises(Closed, match="pool is closed"):
+                use(chain(1), source.pool, source.ids)
+
+
+def test_a_durable_write_is_not_satisfied_by_a_visible_copy(tmp_path, backend):
+    keys = chain(3)
+    with open_store(tmp_path, backend) as visible:
+        put(visible, keys)
+        with open_store(tmp_path, backend, durability="durable") as durable:
+            put(durable, keys)
+            assert durable.stats()["stored_blocks"] == 3
+            put(durable, keys)
+            assert durable.stats()["already_stored_blocks"] == 3
+            assert readable(durable, keys).all()
+        put(visible, keys)
+        assert visible.stats()["already_stored_blocks"] == 3
+
+
+def test_a_pin_counts_once_though_the_block_is_stored_a_second_time(tmp_path):
+    """Another writer was faster with the same block, which was pinned before ours was there."""
+    key = chain(1)
+    with open_store(tmp_path, poll_s=0, capacity_bytes=4 * LAYOUT.stride) as store, \
+            open_store(tmp_path, poll_s=0) as other:
+        ring = store.open_ring()
+        ring._ring._pause(True)
+        source = Blocks(1, keys=key)
+        transfer = ring.write(key, source.pool, source.ids)
+        put(other, key)
+        until(lambda: store.refresh() or store.match(key))
+        assert store.pin(key) == 1
+        ring._ring._pause(False)
+        transfer.wait()
+        assert store.stats()["pinned_blocks"] == 1
+        store.unpin(key)
+        assert store.stats()["pinned_blocks"] == 0
+
+
+def test_the_number_of_a_segment_is_never_used_twice(tmp_path, monkeypatch):
+    """Others may have the first one open by its name, and would look for no second one."""
+    def full(fd):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with open_store(tmp_path, durability="durable") as store:
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(TransferError):
+            put(store, chain(1))
+        monkeypatch.undo()
+        put(store, chain(1))
+        assert [os.path.basename(name)[-2:] for name in segments(tmp_path)] == ["-1"]
+
+
+def test_a_touch_file_that_was_deleted_is_made_anew(tmp_path):
+    with open_store(tmp_path, poll_s=0) as writer, open_store(tmp_path, poll_s=0) as reader:
+        put(writer, chain(2))
+        until(lambda: reader.refresh() or reader.match(chain(2)) == 2)
+        for _ in range(2):
+            assert readable(reader, chain(2)).all()
+            reader._watch._touches.publish(time.monotonic())
+            [name] = [name for name in os.listdir(tmp_path) if name.startswith("touch-")]
+            os.unlink(tmp_path / name)
+
+
+def test_a_ring_that_is_about_to_close_may_still_be_at_work(tmp_path):
+    with open_store(tmp_path) as store:
+        ring = store.open_ring()
+        assert ring.settle()
+        ring._ring.close()                      # what `close` does first
+        assert not ring.settle()
