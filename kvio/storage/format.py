@@ -167,6 +167,8 @@ def read_description(folder: str) -> Description | None:
     """kvio.json of a store, or None if there is none."""
     path = os.path.join(folder, JSON_NAME)
     try:
+        if not os.path.isfile(path) and os.path.lexists(path):      # a FIFO, say: do not wait
+            raise OSError(errno.EINVAL, "not a regular file")
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except FileNotFoundError:

@@ -3,7 +3,6 @@ import errno
 import mmap
 import os
 import re
-import stat
 import time
 from dataclasses import dataclass, field
 
@@ -95,12 +94,6 @@ def read_at(fd: int, nbytes: int, offset: int, memory: mmap.mmap | None = None) 
     return view[:done]
 
 
-def _open_regular(path: str) -> int:
-    if not stat.S_ISREG(os.stat(path).st_mode):         # a FIFO would block, whoever left it there
-        raise OSError(errno.EINVAL, "not a regular file")
-    return open_file(path, os.O_RDONLY)[0]
-
-
 @dataclass
 class SegmentView:
     """One segment file: usable (`uuid` is set), or why not (`reason`)."""
@@ -137,7 +130,7 @@ def view_segment(folder: str, name: str, description: Description) -> SegmentVie
     view = SegmentView(name, *fmt.parse_segment_name(name))
     fd = -1
     try:
-        fd = _open_regular(os.path.join(folder, name))
+        fd = open_file(os.path.join(folder, name), os.O_RDONLY)[0]
         about = os.fstat(fd)
         view.nbytes, view.allocated, view.mtime = (about.st_size, about.st_blocks * 512,
                                                    about.st_mtime)
@@ -212,7 +205,7 @@ class Look:
 
     def _page1(self, name):
         try:
-            fd = _open_regular(os.path.join(self._folder, name))
+            fd = open_file(os.path.join(self._folder, name), os.O_RDONLY)[0]
         except OSError as failed:
             return failed.errno, b""
         try:

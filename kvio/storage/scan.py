@@ -2,6 +2,7 @@
 import errno
 import mmap
 import os
+import stat
 from dataclasses import dataclass, field
 
 from kvio._ext import ring as _ring
@@ -12,15 +13,28 @@ __all__ = ["Scan", "open_file", "open_segment", "read_pages", "write_pages"]
 
 
 def open_file(path: str, flags: int, direct: bool = True) -> tuple[int, bool]:
-    """(fd, whether it is O_DIRECT on a file system that means it)."""
+    """(fd, whether it is O_DIRECT on a file system that means it). OSError also for what is no
+    regular file: a FIFO of that name would have us wait for ever."""
     if direct:
         try:
-            fd = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o644)
+            fd = _open_regular(path, flags | os.O_DIRECT)
             return fd, _ring.is_direct(fd)
         except OSError as failed:
             if failed.errno != errno.EINVAL:    # EINVAL: this file system has no O_DIRECT
                 raise
-    return os.open(path, flags | os.O_CLOEXEC, 0o644), False
+    return _open_regular(path, flags), False
+
+
+def _open_regular(path, flags):
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        os.set_blocking(fd, True)               # io_uring heeds the flag, even for files
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 @dataclass
