@@ -17,11 +17,14 @@ def describe(path, layout, segment_bytes, create):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)                      # not its parents: a mount may be missing
         if not os.path.isdir(path):
+            if os.path.lexists(path):
+                raise NotADirectoryError(errno.ENOTDIR, "a file, or a link to nothing")
             raise FileNotFoundError(errno.ENOENT, "no such directory")      # create=False
     except (OSError, ValueError) as failed:             # ValueError: a zero byte in it
         raise StoreError(getattr(failed, "errno", errno.EINVAL),
                          f"cannot open a store at {path!r}: give a directory" +
-                         ("" if create else " that exists, or create=True")) from failed
+                         (", or a new name in one" if create else " that exists, or create=True")
+                         ) from failed
     description = fmt.read_description(path)
     if description is None:
         if not create:

@@ -10,7 +10,7 @@ INT64_MAX = 2**63 - 1
 
 
 def check_options(layout, backend, verify, durability, capacity_bytes, segment_bytes,
-                  queue_depth, direct_io, dead_after_s, poll_s) -> None:
+                  queue_depth, direct_io, dead_after_s, poll_s, **switches) -> None:
     """InvalidArgument that names the option; see `BlockStore.open`."""
     if not isinstance(layout, BlockLayout):
         raise InvalidArgument(f"layout must be a BlockLayout, not {type(layout).__name__}")
@@ -29,6 +29,9 @@ def check_options(layout, backend, verify, durability, capacity_bytes, segment_b
         checked_int("queue_depth", queue_depth, 1, 4096)
     if direct_io is not True and direct_io is not False and direct_io != "auto":
         raise InvalidArgument(f"direct_io must be 'auto', True or False, not {direct_io!r}")
+    for name, value in switches.items():
+        if value is not True and value is not False:
+            raise InvalidArgument(f"{name} must be True or False, not {value!r}")
     for name, value, least in (("dead_after_s", dead_after_s, 1e-3), ("poll_s", poll_s, 0)):
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or \
                 not least <= value <= 1e9:

@@ -118,7 +118,8 @@ class BlockStore:
         LayoutMismatch, FormatError, StoreError, BackendUnavailable or InvalidArgument.
         """
         check_options(layout, backend, verify, durability, capacity_bytes, segment_bytes,
-                      queue_depth, direct_io, dead_after_s, poll_s)
+                      queue_depth, direct_io, dead_after_s, poll_s, iopoll=iopoll, sqpoll=sqpoll,
+                      create=create)
         try:
             path = os.path.abspath(os.fsdecode(path))
         except TypeError:

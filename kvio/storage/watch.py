@@ -137,7 +137,7 @@ class Watch:
             if slow:
                 self._slow_at = now + _SLOW_S
                 self._poll("gone")
-            self._bury()
+            self._bury(now - self._skipped_s)
             self._note_gone()
             if slow:
                 self._exchange_touches(now)
@@ -328,8 +328,8 @@ class Watch:
         for number, _ in writer.segments.values():
             self._files.set_final(number)
 
-    def _bury(self):
-        now = self._clock()
+    def _bury(self, now):
+        """now: when the look began, by `_clock`. We may have been stopped since we polled."""
         for writer in self._group("live")[0]:
             if now - writer.beat > self._dead_after_s and not writer.gone:
                 writer.dead = True

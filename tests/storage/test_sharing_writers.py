@@ -133,6 +133,21 @@ def test_an_observer_that_was_stopped_takes_nobody_for_dead(tmp_path):
             assert child.ask("sharing", "writers_died") == ["0"]
 
 
+def test_an_observer_that_was_stopped_while_it_looked_takes_nobody_for_dead(tmp_path, monkeypatch):
+    """Between reading page 1 and the judgement; the writer has beaten all the while."""
+    with open_store(tmp_path) as writer, \
+            open_store(tmp_path, dead_after_s=DEAD_S, poll_s=0) as store:
+        put(writer, chain(2))
+        until(lambda: store.refresh() is not None and store.match(chain(2)) == 2)
+        poll = store._watch._poll
+        monkeypatch.setattr(store._watch, "_poll", lambda which: (
+            poll(which), which == "live" and time.sleep(DEAD_S + 0.5)))
+        store.refresh()
+        monkeypatch.undo()
+        store.refresh()
+        assert sharing(store)["writers_died"] == 0 and states(store) == (1, 0, 0)
+
+
 def test_a_stopped_writer_that_nobody_reclaimed_goes_on(tmp_path):
     with open_store(tmp_path, dead_after_s=DEAD_S) as store:
         with serve(tmp_path) as child:
@@ -304,7 +319,8 @@ def test_the_newest_touches_are_kept(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("options", [{"dead_after_s": 0}, {"dead_after_s": "30"}, {"poll_s": -1},
                                      {"poll_s": float("nan")}, {"dead_after_s": float("inf")},
-                                     {"poll_s": True}])
+                                     {"poll_s": True}, {"iopoll": 1}, {"sqpoll": "yes"},
+                                     {"create": None}, {"direct_io": 1}])
 def test_bad_options(tmp_path, options):
     with pytest.raises(InvalidArgument, match=next(iter(options))):
         open_store(tmp_path, **options)
