@@ -282,10 +282,11 @@ static uint32_t reap(struct kvio_ring *ring, int direction, int64_t wait_ns)
 	}
 	for (int i = 0; i < count; i++) {
 		uintptr_t number = (uintptr_t)cqes[i].userdata - 1;
-		struct flight *flight = &usrbio->flights[number];
+		struct flight *flight = NULL;
 
-		if (number >= ring->params.queue_depth || !flight->io ||
-		    direction_of(flight->io) != direction)
+		if (number < ring->params.queue_depth)
+			flight = &usrbio->flights[number];
+		if (!flight || !flight->io || direction_of(flight->io) != direction)
 			stats_add(&ring->stats.stray_completions, 1);
 		else
 			flight_landed(ring, flight, cqes[i].result);
