@@ -149,14 +149,12 @@ static int flight_place(struct kvio_ring *ring, struct flight *flight, uint8_t *
 
 static void count_flight(struct kvio_ring *ring, const struct flight *flight)
 {
-	pthread_mutex_lock(&ring->lock);
 	if (!flight->stage) {
-		ring->stats.fixed_ios++;
+		stats_add(&ring->stats.fixed_ios, 1);
 	} else if (flight->stage == &((struct usrbio *)ring->device)->payload) {
-		ring->stats.staged_ios++;
-		ring->stats.staged_bytes += flight->io->limit;
+		stats_add(&ring->stats.staged_ios, 1);
+		stats_add(&ring->stats.staged_bytes, flight->io->limit);
 	}
-	pthread_mutex_unlock(&ring->lock);
 }
 
 /* False: not now. An operation that cannot be prepared at all is put among the failed. */
@@ -254,9 +252,7 @@ static void flight_landed(struct kvio_ring *ring, struct flight *flight, int64_t
 	if (result == -EACCES && !flight->stage) {
 		/* The daemon could not register the pool with its NIC: it only says so now. */
 		atomic_store(&flight->iov->denied, true);
-		pthread_mutex_lock(&ring->lock);
-		ring->stats.register_errno = EACCES;
-		pthread_mutex_unlock(&ring->lock);
+		__atomic_store_n(&ring->stats.register_errno, EACCES, __ATOMIC_RELAXED);
 		put_off(usrbio, io);
 		return;
 	}
@@ -286,10 +282,11 @@ static uint32_t reap(struct kvio_ring *ring, int direction, int64_t wait_ns)
 	}
 	for (int i = 0; i < count; i++) {
 		uintptr_t number = (uintptr_t)cqes[i].userdata - 1;
-		struct flight *flight = &usrbio->flights[number];
+		struct flight *flight = NULL;
 
-		if (number >= ring->params.queue_depth || !flight->io ||
-		    direction_of(flight->io) != direction)
+		if (number < ring->params.queue_depth)
+			flight = &usrbio->flights[number];
+		if (!flight || !flight->io || direction_of(flight->io) != direction)
 			stats_add(&ring->stats.stray_completions, 1);
 		else
 			flight_landed(ring, flight, cqes[i].result);

@@ -60,9 +60,12 @@ static void sync_lengths(struct kvio_ring *ring)
 	struct usrbio *usrbio = ring->device;
 
 	for (uint32_t i = 0; i < atomic_load(&ring->store->num_segments); i++) {
-		if (!(usrbio->dirty[i / 8] & 1u << (i % 8)))
+		struct kvio_segment *segment = segment_at(ring->store, i);
+
+		if (!(usrbio->dirty[i / 8] & 1u << (i % 8)) || !segment_hold(segment))
 			continue;
-		usrbio_length_sync(segment_at(ring->store, i)->fd);
+		usrbio_length_sync(segment->fd);
+		segment_release(segment);
 		stats_add(&ring->stats.length_syncs, 1);
 	}
 }
