@@ -91,7 +91,7 @@ def test_write_256_kib_blocks(paired, folder, backend):
 
         loop()
         paired(write, loop, nbytes=NBYTES, names=(f"kvio {backend}", "pwritev loop"),
-               setup=lambda: store._forget(KEYS))
+               setup=lambda: store.forget(KEYS))
         os.close(fd)
         write()                             # the last set-up has dropped them
         target = BlockPool(LAYOUT, COUNT)

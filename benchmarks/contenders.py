@@ -179,8 +179,7 @@ class Kvio(Contender):
     def prepare(self, ids):
         if not self.setting.writes:
             return
-        if hasattr(self.store, "_forget"):
-            self.store._forget(self.keys[ids])
+        self.store.forget(self.keys[ids])
         self.series += 1
         self.keys[ids] = keys_of(self.setting, self.series)[ids]
 

@@ -74,7 +74,7 @@ class Kvio(storage_bench.Contender):
 
     def run(self, ids):
         if self.op == "write":                  # a block that is stored is not written again
-            self.store._forget(self.keys[ids])
+            self.store.forget(self.keys[ids])
         return super().run(ids)
 
     def _go(self, ids, lat, go):

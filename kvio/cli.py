@@ -14,6 +14,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"kvio {kvio.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     command = commands.add_parser("doctor", help="what this machine has, and what it lacks")
+    command.add_argument("path", nargs="*", help="directories: which back end, queue depth and "
+                         "way of reading a store there would get")
     command.add_argument("--json", action="store_true", help="for programs")
     command.set_defaults(run=doctor.run)
     command = commands.add_parser(

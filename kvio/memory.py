@@ -24,7 +24,9 @@ POISON = 0xA5               # fills freed blocks, so that stale bytes cannot pas
 class Region:
     """A span of host memory: `addr`, `nbytes`, `writable`, and `array`, its uint8 view.
 
-    Takes a numpy array, or anything with the buffer protocol, that is C-contiguous.
+    Takes whatever has the buffer protocol (numpy, bytearray, mmap, ctypes) or lends its host
+    memory by DLPack (a torch tensor on the CPU, pinned or not; of a type that numpy knows:
+    `tensor.view(torch.uint8)` for bfloat16), if it is C-contiguous.
     """
 
     __slots__ = ("array", "owner", "addr", "nbytes", "writable", "__weakref__")
@@ -34,8 +36,8 @@ class Region:
             raise InvalidArgument("this is device memory; host regions take host buffers (GPU "
                                   "memory is registered with a NIC)")
         try:
-            array = np.frombuffer(memory, np.uint8)
-        except (ValueError, TypeError, BufferError) as wrong:
+            array = np.frombuffer(_lent(memory), np.uint8)
+        except (ValueError, TypeError, BufferError, RuntimeError) as wrong:
             raise InvalidArgument(f"a region needs one contiguous, non-empty buffer: {wrong}") \
                 from None
         if array.nbytes == 0:
@@ -48,6 +50,13 @@ class Region:
 
     def __repr__(self):
         return f"<{type(self).__name__} {self.nbytes} bytes at {self.addr:#x}>"
+
+
+def _lent(memory):
+    """Something with the buffer protocol for the same bytes."""
+    if hasattr(memory, "__dlpack__") and not isinstance(memory, np.ndarray):
+        return np.from_dlpack(memory)
+    return memory
 
 
 # What `alloc` and `close` call before they give up: `completion.reap`, which stands above us, looks
@@ -176,9 +185,10 @@ class BlockPool(BlockAllocator):
     """`num_blocks` Full Blocks in one region, `block_stride` bytes apart (whole 4 KiB pages).
 
     `shared=True` backs it by a sealed memfd (`pool.fd`), `named=True` by a file in /dev/shm
-    (`pool.shm_path`; what 3FS reads and writes without a copy), `memory=` by a writable buffer of
-    the caller's. `poison=True` fills blocks with 0xA5 when they are freed. `hugepages` and
-    `numa_node` as in `anonymous`.
+    (`pool.shm_path`; what 3FS reads and writes without a copy), `memory=` by memory of the
+    caller's, as `Region` takes it, that starts on a 4 KiB page: block i lies at
+    `i * layout.stride`. `poison=True` fills blocks with 0xA5 when they are freed. `hugepages` and
+    `numa_node` as in `kvio.pages.anonymous`.
     """
 
     def __init__(self, layout: BlockLayout, num_blocks: int, *, shared: bool = False,

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+import kvio as kvio_package
+
 KVIO = [sys.executable, "-m", "kvio"]
 
 
@@ -25,6 +27,21 @@ def test_version_and_help():
 def test_doctor_is_plain_data():
     report = json.loads(kvio("doctor", "--json").stdout)
     assert report
+
+
+def test_doctor_says_which_back_end_a_path_would_get(tmp_path):
+    layout = kvio_package.BlockLayout(1, 1, 64)
+    kvio_package.BlockStore.open(tmp_path / "store", layout).close()
+    paths = [str(tmp_path / "store"), str(tmp_path / "not" / "yet")]
+    there = {finding["name"]: finding for finding in json.loads(
+        kvio("doctor", "--json", *paths).stdout)["findings"]}
+    for path in paths:
+        found = there[f"store at {path}"]
+        assert found["state"] in ("ok", "limited")
+        assert found["detail"].split(" ")[0] in ("uring", "threads")
+        assert "queue depth" in found["detail"]
+    assert "O_DIRECT" in there[f"store at {paths[0]}"]["detail"] or "page cache" in str(there)
+    assert os.listdir(tmp_path) == ["store"]            # it only looks
 
 
 def test_demo_json_has_the_promised_figures(tmp_path):

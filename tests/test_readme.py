@@ -2,16 +2,41 @@
 import pathlib
 import re
 import subprocess
+import sys
+import time
 
 import kvio
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def test_the_tour_runs(tmp_path):
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-    assert "/tmp/kv" in code
-    exec(compile(code.replace("/tmp/kv", str(tmp_path)), "README.md", "exec"), {})
+def programs(folder):
+    """The README's Python, with its store in `folder`."""
+    found = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert all("/tmp/kv" in code for code in found)
+    return [code.replace("/tmp/kv", str(folder)) for code in found]
+
+
+def test_the_tour_runs_while_another_process_waits_for_its_blocks(tmp_path):
+    tour, reader = programs(tmp_path / "kv")
+    other = subprocess.Popen([sys.executable, "-c", reader], stdout=subprocess.PIPE, text=True)
+    while not (tmp_path / "kv" / "kvio.json").exists() and other.poll() is None:
+        time.sleep(0.01)                # it has opened an empty store
+    exec(compile(tour, "README.md", "exec"), {})
+    assert other.communicate(timeout=60)[0].startswith("15 blocks, hit rate 1.0, ")
+    assert other.returncode == 0
+
+
+def test_the_commands_about_a_store_run(tmp_path):
+    exec(compile(programs(tmp_path / "kv")[0], "README.md", "exec"), {})
+    text = (ROOT / "README.md").read_text()
+    lines = re.findall(r"^kvio ((?:doctor|store) .*?DIR.*?)(?:  +#.*)?$", text, re.M)
+    assert len(lines) == 5
+    for line in lines:
+        words = line.replace("DIR", str(tmp_path / "kv")).translate(str.maketrans("", "", "[]"))
+        done = subprocess.run([sys.executable, "-m", "kvio", *words.split()],
+                              capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout, (line, done.stderr)
 
 
 def test_every_public_name_is_there_and_says_what_it_is():

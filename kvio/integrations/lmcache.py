@@ -112,8 +112,8 @@ class KvioConnector:
     def submit_batch_delete(self, keys) -> int:
         """Drop chunks that this process has stored; their space is used again. Per key: is it not
         to be found any more? False for a chunk that another process has stored. This is eviction,
-        not erasure: the bytes stay on disk until the space is used, and until then whoever opens
-        the store anew may find them."""
+        not erasure: the bytes stay on disk until the space is used, and until then other
+        processes may go on finding them."""
         return self._at_once(self._mover.forget, keys)
 
     def drain_completions(self) -> list:

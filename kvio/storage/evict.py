@@ -11,7 +11,6 @@ from kvio.storage.writer import FULL
 __all__ = ["Capacity", "now_s"]
 
 
-
 def now_s() -> int:
     """The index's clock."""
     return int(time.monotonic()) or 1

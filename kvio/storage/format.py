@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import stat
 import uuid
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ HEADER = _struct(
     (72, "slot", "<u4"), (76, "tokens", "<u4"), (80, "payload_crc", "<u4"),
     (84, "flags", "<u4"), (124, "crc", "<u4"))
 
-CLOSED = 2**64 - 1                          # heartbeat: nobody writes this segment any more
+HEARTBEAT_CLOSED = 2**64 - 1                # heartbeat: nobody writes this segment any more
 MAX_TOUCHES = 65_536
 BLOCK_DURABLE, HEADER_DURABLE = 4, 1        # the same flag in BLOCK_IO and on disk
 
@@ -167,6 +168,8 @@ def read_description(folder: str) -> Description | None:
     """kvio.json of a store, or None if there is none."""
     path = os.path.join(folder, JSON_NAME)
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):     # to open a FIFO would block
+            raise OSError(errno.EINVAL, "not a regular file")
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except FileNotFoundError:
@@ -174,7 +177,7 @@ def read_description(folder: str) -> Description | None:
     except UnicodeDecodeError:
         raise FormatError(errno.EBADMSG, f"{path} is damaged: it is not text") from None
     except OSError as failed:
-        raise StoreError(failed.errno, f"cannot read {path}") from failed
+        raise StoreError(failed.errno, f"cannot read {path}: {failed.strerror}") from failed
     return Description.from_json(text, path)
 
 

@@ -273,7 +273,7 @@ def _zero_headers(fd, view, slots):
 def _write_page1(fd, view, geometry):
     """Page 1 as a writer leaves it that has closed: there is none any more."""
     memory = mmap.mmap(-1, PAGE)
-    memory[:] = fmt.encode_page1(view.uuid, geometry.header_pages, inspect.HEARTBEAT_CLOSED)
+    memory[:] = fmt.encode_page1(view.uuid, geometry.header_pages, fmt.HEARTBEAT_CLOSED)
     _write(fd, memory, PAGE)
 
 

@@ -3,7 +3,6 @@ import errno
 import mmap
 import os
 import re
-import stat
 import time
 from dataclasses import dataclass, field
 
@@ -18,10 +17,8 @@ from kvio.storage.scan import open_file
 __all__ = ["ALIVE", "CLOSED", "DEAD", "Folder", "Look", "SegmentView", "is_root", "list_folder",
            "read_at", "read_description", "stamp", "view_segment"]
 
-HEARTBEAT_CLOSED = (1 << 64) - 1
 ALIVE, CLOSED, DEAD = "alive", "closed", "silent"
 _DRAFT = re.compile(r"kvio\.json\.[0-9a-f]{32}\Z")
-_TOUCH = re.compile(r"touch-([0-9a-f]{32})\Z")
 _LOOK_EVERY_S = 0.25
 
 
@@ -70,7 +67,7 @@ def list_folder(folder: str) -> Folder:
             found.segments.append(name)
         elif _DRAFT.match(name):
             found.drafts.append(name)
-        elif _TOUCH.match(name):
+        elif fmt.parse_touch_name(name):
             found.touches.append(name)
         elif name != fmt.JSON_NAME:
             found.others.append(name)
@@ -95,12 +92,6 @@ def read_at(fd: int, nbytes: int, offset: int, memory: mmap.mmap | None = None) 
         if got == 0 or done % PAGE:         # the end, or so near that O_DIRECT cannot go on
             break
     return view[:done]
-
-
-def _open_regular(path: str) -> int:
-    if not stat.S_ISREG(os.stat(path).st_mode):         # a FIFO would block, whoever left it there
-        raise OSError(errno.EINVAL, "not a regular file")
-    return open_file(path, os.O_RDONLY)[0]
 
 
 @dataclass
@@ -139,7 +130,7 @@ def view_segment(folder: str, name: str, description: Description) -> SegmentVie
     view = SegmentView(name, *fmt.parse_segment_name(name))
     fd = -1
     try:
-        fd = _open_regular(os.path.join(folder, name))
+        fd = open_file(os.path.join(folder, name), os.O_RDONLY)[0]
         about = os.fstat(fd)
         view.nbytes, view.allocated, view.mtime = (about.st_size, about.st_blocks * 512,
                                                    about.st_mtime)
@@ -214,7 +205,7 @@ class Look:
 
     def _page1(self, name):
         try:
-            fd = _open_regular(os.path.join(self._folder, name))
+            fd = open_file(os.path.join(self._folder, name), os.O_RDONLY)[0]
         except OSError as failed:
             return failed.errno, b""
         try:
@@ -252,5 +243,5 @@ def _state(before, now):
         return ALIVE
     page = list(now.values())[-1][1]                    # of the newest segment
     closed = len(page) == PAGE and fmt.is_sealed(page) and \
-        np.frombuffer(page, fmt.PAGE1)[0]["heartbeat"] == HEARTBEAT_CLOSED
+        np.frombuffer(page, fmt.PAGE1)[0]["heartbeat"] == fmt.HEARTBEAT_CLOSED
     return CLOSED if closed else DEAD

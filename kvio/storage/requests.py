@@ -209,7 +209,7 @@ class Requests:
                             "All other blocks are intact", status)
 
     def forget(self, keys):
-        """For tests: drop blocks that this store has written."""
+        """Drop those of these blocks that this store has written."""
         with self._lock:
             self.harvest()
             places = self._index.find(as_keys(keys))

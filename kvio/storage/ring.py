@@ -1,5 +1,6 @@
 """Rings as users see them, and which back end moves the bytes."""
 import errno
+import os
 import threading
 import warnings
 import weakref
@@ -132,6 +133,9 @@ class Ring:
     def close(self, *, drain: bool = False, cancel: bool = False) -> None:
         """Stop the ring. Busy while transfers are in flight, unless `drain` waits for them or
         `cancel` gives up those that have not started."""
+        if self.store._pid != os.getpid():      # thread and transfers are the parent's
+            self._closed = True
+            return
         with self.store._lock:
             waiting = list(self._transfers)
             if not (self._closed or drain or cancel) and self._ring.in_flight:

@@ -2,17 +2,30 @@
 import errno
 import mmap
 import os
+import stat
 from dataclasses import dataclass, field
 
 from kvio._ext import ring as _ring
 from kvio.storage import format as fmt
 from kvio.storage.format import PAGE, Description
 
-__all__ = ["Scan", "open_file", "open_segment", "read_pages", "write_pages"]
+__all__ = ["Scan", "check_regular", "open_file", "open_segment", "read_pages", "write_pages"]
+
+
+def check_regular(path: str) -> None:
+    """OSError if something else has this name: to open a FIFO would block, maybe for ever."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:               # whoever opens it says so, or makes it
+        return
+    if not stat.S_ISREG(mode):
+        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(code, "not a regular file", path)
 
 
 def open_file(path: str, flags: int, direct: bool = True) -> tuple[int, bool]:
-    """(fd, whether it is O_DIRECT on a file system that means it)."""
+    """(fd, whether it is O_DIRECT on a file system that means it). Regular files only."""
+    check_regular(path)
     if direct:
         try:
             fd = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o644)

@@ -46,7 +46,12 @@ _open_stores: "weakref.WeakSet[BlockStore]" = weakref.WeakSet()
 
 
 class BlockStore:
-    """A directory of Full Blocks; see the module. Open it with `BlockStore.open`. Thread-safe."""
+    """A directory of Full Blocks; see the module. Open it with `BlockStore.open`. Thread-safe.
+
+    `keys` are rows of `block_keys` (`[n]` of key and parent), or bare keys (uint8 `[n, 16]` or a
+    sequence of 16-byte strings), which are roots. `block_ids` are ints `[n]` of the pool, taken by
+    `alloc`. InvalidArgument where they are something else, Closed after `close` and after a fork.
+    """
 
     def __init__(self, path, layout, description, *, backend, backend_reason, verify, durability,
                  capacity_bytes, queue_depth, direct_io, iopoll, sqpoll, dead_after_s, poll_s):
@@ -74,7 +79,7 @@ class BlockStore:
         self._requests = Requests(path, layout, self._lock, self._index, self._writer,
                                   self._capacity, self._rings, backend)
         self._requests.watch = self._watch
-        self._harvest, self._forget = self._requests.harvest, self._requests.forget
+        self._harvest = self._requests.harvest
 
     @classmethod
     def open(cls, path, layout: BlockLayout, *, backend: str = "auto", verify: str = "always",
@@ -83,7 +88,7 @@ class BlockStore:
              direct_io: bool | str = "auto", iopoll: bool = False, sqpoll: bool = False,
              dead_after_s: float = DEAD_AFTER_S, poll_s: float = POLL_S,
              create: bool = True) -> "BlockStore":
-        """Open the store in directory `path`, making it (not its parents) if `create`.
+        """Open the store in directory `path` of blocks of `layout`.
 
         backend: "uring", "threads", "usrbio" (for a path on 3FS), or "auto" (the best that path
             and machine allow; a fall-back warns and is named in `backend_reason`).
@@ -94,19 +99,21 @@ class BlockStore:
             "durable" a power loss as well. `sync` makes visible blocks durable.
         capacity_bytes: the payload that this store object keeps (whole blocks of
             `layout.stride` bytes; what dead writers left counts as well). Beyond it the least
-            recently used blocks are evicted; None: when the disk is full.
-        segment_bytes: size of a segment file; fixed when the store is created.
-        queue_depth: device operations in flight per ring; None chooses by the block device
-            (`stats()["queue_depth_reason"]`).
-        direct_io: "auto" bypasses the page cache (O_DIRECT) where the file system can.
-        iopoll, sqpoll: io_uring's IORING_SETUP_IOPOLL and _SQPOLL; both spend CPU on polling. What
-            the machine refuses is done without, with a warning and in the ring's `stats()`. Their
-            gain was not measured.
-        dead_after_s: a writer whose heartbeat (one a second) does not change for so long is
-            taken for dead; its blocks stay readable and may be reclaimed. Give the same value to
-            all who share a directory.
-        poll_s: how often a thread looks for what other processes have stored; 0: only when
-            `refresh` is called.
+            recently used blocks are evicted. None (default): when the disk is full.
+        segment_bytes: size of a segment file (default: 1 GiB); fixed when the store is created.
+        queue_depth: device operations in flight per ring, 1 to 4096; None (default) chooses by the
+            block device (`stats()["queue_depth_reason"]`).
+        direct_io: "auto" (default) bypasses the page cache (O_DIRECT) where the file system can,
+            True insists (StoreError), False goes through the page cache.
+        iopoll, sqpoll: io_uring's IORING_SETUP_IOPOLL and _SQPOLL, off by default; both spend CPU
+            on polling. What the machine refuses is done without, with a warning and in the ring's
+            `stats()`. Their gain was not measured.
+        dead_after_s: seconds; a writer whose heartbeat (one a second) does not change for so long
+            (default: 30) is taken for dead; its blocks stay readable and may be reclaimed. Give
+            the same value to all who share a directory.
+        poll_s: seconds between two looks for what other processes have stored (default: 0.03);
+            0: only when `refresh` is called.
+        create: make the directory (not its parents) and `kvio.json` if missing (default).
 
         LayoutMismatch, FormatError, StoreError, BackendUnavailable or InvalidArgument.
         """
@@ -156,10 +163,10 @@ class BlockStore:
     # ---- finding, reading, writing ----
 
     def match(self, keys) -> int:
-        """Length of the stored prefix of a chain, in blocks. Advisory: `read` has the last word."""
+        """Length of the stored prefix of a chain, in blocks: keys[:n] are stored. Advisory: `read`
+        has the last word."""
         keys = as_keys(keys)
-        with self._lock:
-            self._check_open()
+        with self._opened():
             self._harvest()
             count = self._index.match(keys)
             self._requests.counts["asked_blocks"] += len(keys)
@@ -167,29 +174,32 @@ class BlockStore:
         return count
 
     def contains(self, keys) -> np.ndarray:
-        """bool per key: is it stored, whatever its ancestors? Advisory, as `match` is."""
+        """bool `[n]`, per key: is it stored, whatever its ancestors? Advisory, as `match` is."""
         keys = as_keys(keys)
-        with self._lock:
-            self._check_open()
+        with self._opened():
             self._harvest()
             return self._index.find(keys)["status"] != -errno.ENOENT
 
     def forget(self, keys) -> None:
-        """Drop blocks that this store object has written; others stay. Their slots are used
-        again; until then their bytes are on disk, and whoever opens the store finds them."""
+        """Drop blocks that this store object has written; what others have written stays. Their
+        slots are used again; until then their bytes are on disk, and other processes may go on
+        finding them: it is eviction, not erasure."""
         self._check_open()
         self._requests.forget(keys)
 
     def read(self, keys, pool, block_ids) -> Transfer:
-        """Read blocks into pool blocks; `wait` gives the length of the usable prefix.
+        """Read block keys[i] into pool block block_ids[i]; `wait` and `await` give the length of
+        the usable prefix, in blocks. The pool's blocks are pinned until the transfer has drained.
 
-        Status per block: 0, ENOENT (a miss), EBADMSG (a failed check), EIO, ECANCELED. What a
-        failed block's memory holds is undefined.
+        `status`, int32 `[n]`: 0, -EINPROGRESS, -ENOENT (a miss), -EBADMSG (a failed check), -EIO,
+        -ECANCELED. What a failed block's memory holds is undefined. LayoutMismatch for a pool of
+        another layout, InvalidArgument for a block id that occurs twice.
         """
         return self._requests.read(self._default_ring(), keys, pool, block_ids)
 
     def write(self, keys, pool, block_ids) -> Transfer:
-        """Store blocks; they are visible to `match` and `read` once the transfer has completed.
+        """Store pool block block_ids[i] under keys[i]; visible to `match` and `read` once the
+        transfer has completed. InvalidArgument for a key that occurs twice.
 
         Blocks that are stored already succeed at once. Where capacity or disk are full, others
         are evicted; what finds no room even so fails with ENOSPC, block by block, and `wait`
@@ -208,8 +218,7 @@ class BlockStore:
         `unpin`; returns its length in blocks. Pins count. Other processes do not know of them: a
         block of another writer may go all the same."""
         keys = as_keys(keys)
-        with self._lock:
-            self._check_open()
+        with self._opened():
             self._harvest()
             return self._capacity.pin(keys)
 
@@ -217,8 +226,7 @@ class BlockStore:
         """Take back one `pin` of each of these keys: those it has counted, `keys[:count]`. Keys
         that are not pinned are ignored."""
         keys = as_keys(keys)
-        with self._lock:
-            self._check_open()
+        with self._opened():
             self._capacity.unpin(keys)
 
     @contextlib.contextmanager
@@ -234,8 +242,7 @@ class BlockStore:
 
     def sync(self) -> None:
         """Make every write that has completed survive a power loss. Blocks; StoreError."""
-        with self._lock:
-            self._check_open()
+        with self._opened():
             self._harvest()                 # what has completed is dirty, whoever has seen it
         try:
             self._writer.sync()
@@ -245,13 +252,13 @@ class BlockStore:
 
     def open_ring(self, *, read_bytes_per_s: int = 0, write_bytes_per_s: int = 0,
                   name: str | None = None, window_ns: int = 1_000_000_000) -> Ring:
-        """A further ring, each direction paced to an emulated bandwidth (0: unpaced). It lives
-        until it or the store is closed."""
+        """A further ring, each direction paced to an emulated bandwidth in bytes a second (0:
+        unpaced); `window_ns` is the unit of its `busy_windows`. It lives until it or the store is
+        closed. BackendUnavailable where the machine has no room for another."""
         checked_int("read_bytes_per_s", read_bytes_per_s, 0, INT64_MAX)
         checked_int("write_bytes_per_s", write_bytes_per_s, 0, INT64_MAX)
         checked_int("window_ns", window_ns, 1, INT64_MAX)
-        with self._lock:
-            self._check_open()
+        with self._opened():
             try:
                 ring = _ring.Ring(self._files, self.backend, self.queue_depth, IO_BYTES,
                                   int(read_bytes_per_s), int(write_bytes_per_s), int(window_ns),
@@ -268,7 +275,7 @@ class BlockStore:
 
     def _default_ring(self):
         if self._default is None:
-            with self._lock:
+            with self._opened():
                 if self._default is None:
                     self._default = self.open_ring(name="default")
         return self._default
@@ -276,11 +283,11 @@ class BlockStore:
     # ---- the rest ----
 
     def stats(self) -> dict:
-        """Figures of this store object: its blocks, what opening found, fall-backs, all rings."""
+        """Figures of this store object, plain data: what was chosen and why (`*_reason`), blocks,
+        bytes, what was ignored or damaged, hits and evictions (in blocks), `sharing`, `rings`."""
         self._check_open()
         sharing = self._watch.stats()
-        with self._lock:
-            self._check_open()
+        with self._opened():
             self._harvest()
             rings = {ring.name: ring.stats() for ring in self._rings if not ring._closed}
             direct = [d for d in (self.scan.direct_io, self._writer.direct_io) if d is not None]
@@ -328,6 +335,15 @@ class BlockStore:
                 self._writer.finish()
                 self._ended = True
         _open_stores.discard(self)
+
+    @contextlib.contextmanager
+    def _opened(self):
+        """The lock, of a store that is open. In a forked child it may be held for ever, by a
+        thread of the parent: so whether this is one is asked first."""
+        self._check_fork()
+        with self._lock:
+            self._check_open()
+            yield
 
     def _check_open(self):
         self._check_fork()

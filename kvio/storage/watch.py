@@ -221,7 +221,7 @@ class Watch:
                 number = self._add_file(fd, uuid)
             self._recovered("open")
         except OSError as failed:
-            uuid = os.strerror(failed.errno)
+            uuid = failed.strerror
             if failed.errno in _FULL:
                 if first:
                     raise
@@ -369,7 +369,7 @@ class Watch:
                 self._poll("gone", only=writer)
             if not writer.gone:
                 return False
-            _delete(os.path.join(self._folder, name))
+            _delete(os.path.join(self._folder, name), cut=writer.closed)
             self._listed.discard(name)
             self._forget(name)
             self._note_gone()
@@ -411,17 +411,20 @@ class Watch:
                     **self._files.watch_stats(), **self._touches.counts}
 
 
-def _delete(path):
-    """Unlink a file and give its space back at once, though others have it open: what they still
-    read there is short, which is a miss."""
+def _delete(path, cut):
+    """Unlink a file. `cut`: give its space back at once though others have it open; what they
+    still read there is short, which is a miss. A writer that has not closed may return: what it
+    wrote after a cut would make the file long again, with zeros where its blocks were, and who
+    does not compare their CRC would take those for the blocks. So then the space comes back when
+    everybody has closed the file."""
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    try:
-        os.unlink(path)
-        os.ftruncate(fd, 0)
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC) if cut else -1
+        try:
+            os.unlink(path)
+            if cut:
+                os.ftruncate(fd, 0)
+        finally:
+            if cut:
+                os.close(fd)
     except FileNotFoundError:               # somebody else was faster
         pass
-    finally:
-        os.close(fd)

@@ -109,7 +109,7 @@ def writer(path, plan, say):
             if EVICTS:
                 store.unpin(keys)
             else:
-                store._forget(keys)
+                store.forget(keys)
         if EVICTS:
             say("evicted", store.stats()["evicted_blocks"])
     say("left")

@@ -75,7 +75,7 @@ class Foreign:
         self.write(PAGE, self.page1())
 
     def close(self):
-        self.heartbeat = fmt.CLOSED
+        self.heartbeat = fmt.HEARTBEAT_CLOSED
         self.write(PAGE, self.page1())
 
 
@@ -99,7 +99,7 @@ def many_headers(folder, description, count, seed=0):
         with open(path, "wb") as file:
             file.truncate(geometry.segment_nbytes)
             file.write(fmt.encode_page0(description, writer, n, segment))
-            file.write(fmt.encode_page1(segment, geometry.header_pages, fmt.CLOSED))
+            file.write(fmt.encode_page1(segment, geometry.header_pages, fmt.HEARTBEAT_CLOSED))
             file.write(data)
         keys.append(rows["key"])
     return np.concatenate(keys)
@@ -121,7 +121,7 @@ def serve(path, backend="threads", options=()):
             elif word == "read":
                 answer = int(readable(store, chain(numbers[1], numbers[0])).sum())
             elif word == "forget":
-                store._forget(chain(numbers[1], numbers[0]))
+                store.forget(chain(numbers[1], numbers[0]))
             elif word == "sharing":
                 answer = store.stats()["sharing"][line.split()[1]]
             print(answer, flush=True)

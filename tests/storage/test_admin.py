@@ -68,7 +68,7 @@ def mark_closed(path):
         page = np.frombuffer(file.read(8192)[4096:], fmt.PAGE1)[0]
         file.seek(4096)
         file.write(fmt.encode_page1(bytes(page["segment"]), int(page["header_pages"]),
-                                    inspect.HEARTBEAT_CLOSED))
+                                    fmt.HEARTBEAT_CLOSED))
 
 
 def test_who_has_closed_need_not_be_watched(tmp_path):

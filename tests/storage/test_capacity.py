@@ -112,7 +112,7 @@ def test_orphans_go_first(tmp_path, clock):
         put(store, old)
         put(store, young)
         get(store, young)
-        store._forget(young[4:5])           # the last three are orphans, though just read
+        store.forget(young[4:5])           # the last three are orphans, though just read
         put(store, chain(4, seed=2))
         assert store.match(old) == 4 and store.match(young) == 4
         assert stored(store, young) == [True] * 4 + [False] * 4
@@ -187,7 +187,7 @@ def test_a_pinned_block_that_was_lost_is_pinned_again_when_it_returns(tmp_path):
         keys = chain(4)
         put(store, keys)
         store.pin(keys)
-        store._forget(keys[3:])
+        store.forget(keys[3:])
         put(store, keys)
         attempt(store, chain(10, seed=1))
         assert store.match(keys) == 4
@@ -307,7 +307,7 @@ def test_the_budget_is_exact_under_failures(tmp_path, backend):
             assert exact(store) <= 40
             readable(store, keys)
         store._writer.space_freed()                 # the disk has space again: slots return
-        store._forget(np.concatenate([chain(12, seed) for seed in range(60)]))
+        store.forget(np.concatenate([chain(12, seed) for seed in range(60)]))
         assert not attempt(store, chain(40, seed=99)).any() and exact(store) == 40
 
 

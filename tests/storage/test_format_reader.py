@@ -46,7 +46,7 @@ def test_slots_that_were_used_again(tmp_path):
         for turn, keys in enumerate(chains):
             put(store, keys, scattered=turn % 2 == 1)
             if turn >= 2:
-                store._forget(chains[turn - 2])
+                store.forget(chains[turn - 2])
         stored = len(store)
     assert stored == 16
     assert sum(len(states) for states in listed(tmp_path).values()) >= 16

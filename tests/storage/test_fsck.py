@@ -301,7 +301,7 @@ def test_a_store_that_is_being_written_is_clean(tmp_path):
         while time.monotonic() < until:
             number = turns % len(chains)
             if turns >= 3:
-                store._forget(chains[(turns - 3) % len(chains)])
+                store.forget(chains[(turns - 3) % len(chains)])
             pending = store.write(chains[number], sources[number].pool, sources[number].ids)
             if turns % 4 == 0:
                 report = fsck(path)

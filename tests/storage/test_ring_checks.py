@@ -54,7 +54,7 @@ def test_an_own_slot_that_is_written_anew_is_seen(tmp_path, backend, what):
         put(store, chain(20))
         old = places(store, chain(20))
         assert read_places(store, old) == [0] * 20
-        store._forget(chain(20))
+        store.forget(chain(20))
         assert read_places(store, old) == [0] * 20      # forgotten, but nobody has written there
         if what == "payload failed":
             fault(store, WRITE, -errno.EIO, count=99, **slot_range(store, 0, 19))
@@ -99,7 +99,7 @@ def test_a_foreign_slot_rewritten_between_payload_and_check_is_caught(two, what)
     deadline = time.monotonic() + 20
     while not reader._default._ring.stats()["retries"]:     # the payload has come
         assert time.monotonic() < deadline
-    writer._forget(chain(64)[:40])
+    writer.forget(chain(64)[:40])
     if what == "invalidated":
         fault(writer, WRITE, -errno.EIO, count=99, **slot_range(writer, 0, 63))
     source = Blocks(40, keys=chain(40, seed=1))
@@ -137,7 +137,7 @@ def test_a_batch_writes_each_header_page_once(tmp_path, backend, durability):
         stats = store._default.stats()
         assert stats["header_writes"] == 2
         assert stats["syncs"] == (2 if durability == "durable" else 0)
-        store._forget(chain(64))
+        store.forget(chain(64))
         put(store, chain(64, seed=1))                   # invalidate, payload, headers
         assert store._default.stats()["header_writes"] == 6
         assert store._default.stats()["syncs"] == (5 if durability == "durable" else 0)

@@ -381,7 +381,7 @@ def test_only_own_segments_are_ever_written(tmp_path):
         before = open(foreign.path, "rb").read()
         store.refresh()
         put(store, chain(30, 5))
-        store._forget(chain(1))                     # not ours: nothing happens
+        store.forget(chain(1))                     # not ours: nothing happens
         assert readable(store, chain(1)).all()
         store.refresh()
     assert open(foreign.path, "rb").read() == before

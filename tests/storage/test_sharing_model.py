@@ -67,7 +67,7 @@ class SharingMachine(RuleBasedStateMachine):
     @rule(who=WHO, which=WHICH, first=st.integers(0, 8), count=st.integers(1, 3))
     def forget(self, who, which, first, count):
         keys, uuid = CHAINS[which][first:first + count], self.stores[who]._writer.uuid
-        self.stores[who]._forget(keys)
+        self.stores[who].forget(keys)
         for name in names(keys):
             self.stored[name].discard(uuid)
 

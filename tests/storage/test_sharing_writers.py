@@ -48,7 +48,7 @@ def test_a_clean_close_is_marked_in_every_segment_and_seen_at_once(tmp_path, bac
             assert states(store) == (1, 0, 0) and store._watch.dead_segments() == []
         assert len(segments(tmp_path)) == 3
         for path in segments(tmp_path):
-            assert page1(path)["heartbeat"] == fmt.CLOSED
+            assert page1(path)["heartbeat"] == fmt.HEARTBEAT_CLOSED
         until(lambda: states(store) == (0, 0, 1), 2)
         assert readable(store, chain(20, 1)).all()
         dead = store._watch.dead_segments()
@@ -70,9 +70,9 @@ def test_the_segment_made_last_is_empty_and_goes_at_close(tmp_path):
     """The closed mark of the others stays."""
     with open_store(tmp_path, segment_bytes=100_000) as store:
         put(store, chain(10))
-        store._forget(chain(10)[7:])
+        store.forget(chain(10)[7:])
     [path] = segments(tmp_path)
-    assert page1(path)["heartbeat"] == fmt.CLOSED
+    assert page1(path)["heartbeat"] == fmt.HEARTBEAT_CLOSED
 
 
 # ---- dead ----
@@ -213,7 +213,7 @@ def test_a_forked_child_neither_looks_nor_writes(tmp_path):
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         beat = page1(segments(tmp_path)[0])["heartbeat"]
-        assert beat != fmt.CLOSED                           # the child has not closed it
+        assert beat != fmt.HEARTBEAT_CLOSED                           # the child has not closed it
         until(lambda: page1(segments(tmp_path)[0])["heartbeat"] != beat)
         assert readable(store, chain(2)).all()
 

@@ -40,7 +40,7 @@ def writer(path, backend, durability, seed):
             while len(alive) > 6:                           # slots are used again
                 number, count = alive.pop(rng.randrange(len(alive)))
                 print("dropped", number, count, flush=True)
-                store._forget(chain(count, number))
+                store.forget(chain(count, number))
 
 
 def run_and_kill(path, backend, durability, seed, delay_s):

@@ -162,7 +162,7 @@ def test_a_header_that_failed_is_invalidated_before_its_slot_is_used_again(durab
 def test_no_payload_before_the_slot_is_invalid(store):
     keys, others = chain(4), chain(4, seed=1)
     put(store, keys)
-    store._forget(keys)
+    store.forget(keys)
     source = Blocks(4, keys=others)
     fault(store, WRITE, -errno.EIO, count=100, **headers(store))
     with pytest.raises(TransferError):
@@ -177,7 +177,7 @@ def test_slots_are_reused_after_invalidation(store):
         keys = chain(60, seed)
         put(store, keys)
         assert readable(store, keys).all()
-        store._forget(keys)
+        store.forget(keys)
     assert store.stats()["own_segments"] == 1
     put(store, chain(10, seed=99))
     assert readable(store, chain(10, seed=99)).all()

@@ -102,7 +102,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(which=st.sampled_from(range(4)), first=st.integers(0, 11), count=st.integers(1, 3))
     def forget(self, which, first, count):
         keys = CHAINS[which][first:first + count]
-        self.store._forget(keys)
+        self.store.forget(keys)
         self.model -= set(self.names(keys)) & self.own
         self.own -= set(self.names(keys))
 
