@@ -17,6 +17,8 @@ def describe(path, layout, segment_bytes, create):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)                      # not its parents: a mount may be missing
         if not os.path.isdir(path):
+            if os.path.exists(path):
+                raise NotADirectoryError(errno.ENOTDIR, "not a directory")
             raise FileNotFoundError(errno.ENOENT, "no such directory")      # create=False
     except (OSError, ValueError) as failed:             # ValueError: a zero byte in it
         raise StoreError(getattr(failed, "errno", errno.EINVAL),
