@@ -230,3 +230,11 @@ def test_a_ring_that_is_about_to_close_may_still_be_at_work(tmp_path):
         assert ring.settle()
         ring._ring.close()                      # what `close` does first
         assert not ring.settle()
+
+
+@pytest.mark.parametrize("create", [True, False])
+def test_a_path_that_is_a_file_is_no_directory(tmp_path, create):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match="give a directory") as refused:
+        open_store(tmp_path / "file", create=create)
+    assert refused.value.errno == errno.ENOTDIR
