@@ -17,6 +17,7 @@ import warnings
 import numpy as np
 
 from kvio._ext import ring as _ring
+from kvio._ext.index import foreign_keys
 from kvio.storage import format as fmt
 from kvio.storage.scan import open_segment
 from kvio.storage.touch import Touches
@@ -54,7 +55,7 @@ class Watch:
         self._dead_after_s, self._poll_s = dead_after_s, poll_s
         self._lock = threading.RLock()
         self._writers: dict[bytes, _Writer] = {}
-        self._foreign = np.zeros(_MAX_SEGMENTS, bool)       # by number
+        self._foreign = np.zeros(_MAX_SEGMENTS, np.uint8)      # by number
         self._names: dict[str, tuple[_Writer, int]] = {}    # segments that are open
         self._pending: dict[str, tuple[float, float]] = {}  # not usable: when to look, then wait
         self._groups = {}               # "live", "gone" -> (writers, segments, array for C)
@@ -257,7 +258,7 @@ class Watch:
         writer.closed, writer.dead = False, False
         writer.segments[n] = (number, name)
         self._names[name] = (writer, n)
-        self._foreign[number] = True
+        self._foreign[number] = 1
         self._counts["segments_found"] += 1
         self._groups.clear()
 
@@ -382,8 +383,7 @@ class Watch:
     def note_reads(self, blocks) -> None:
         """Places (rows of BLOCK_IO) that are being read: owners of foreign ones will be told."""
         if self._names:
-            found = blocks[blocks["status"] == -errno.EINPROGRESS]
-            self._touches.note(found["key"][self._foreign[found["segment"]]], time.monotonic())
+            self._touches.note(foreign_keys(blocks, self._foreign), time.monotonic())
 
     def merge_touches(self) -> int:
         """What others have read lately counts as used here; how many own places were touched."""
