@@ -227,6 +227,20 @@ cdef class Store:
             PyBuffer_Release(&view)
         return check(rc)
 
+    def doze(self, bytes folder not None, int64_t mtime_ns, double poll_s, double until_s):
+        """Look every poll_s whether Watch.look is due: the directory or an own file's name has
+        changed, or until_s (time.monotonic) has come. How often it looked."""
+        cdef const char *name = folder
+        cdef int64_t looks
+        with nogil:
+            looks = kvio_store_doze(self._store, name, mtime_ns, <int64_t>(poll_s * 1e9),
+                                    <int64_t>(until_s * 1e9))
+        return looks
+
+    def rouse(self):
+        """End `doze`, for good."""
+        kvio_store_rouse(self._store)
+
     def watch_stats(self):
         """Counters of `poll`."""
         cdef kvio_watch_stats stats

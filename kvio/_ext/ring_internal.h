@@ -97,10 +97,11 @@ struct kvio_store {
 	_Atomic(struct kvio_segment *) *segments;
 	_Atomic uint32_t num_segments;
 	_Atomic uint64_t page1_writes;
-	pthread_mutex_t lock;		/* adding segments; the keeper's sleep */
+	pthread_mutex_t lock;		/* adding segments; who sleeps */
 	pthread_cond_t wake;
+	pthread_cond_t rouse;		/* who dozes: kvio_store_doze() */
 	pthread_t keeper;
-	bool dirty, stop, running;
+	bool dirty, stop, running, roused;
 	_Atomic uint32_t num_closed;	/* files of retired segments */
 	pthread_mutex_t watch_lock;
 	bool watch_ended;

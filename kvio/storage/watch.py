@@ -92,19 +92,33 @@ class Watch:
     def stop(self) -> None:
         """No look after this; the touch file is removed."""
         self._ended.set()
+        self._files.rouse()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         with self._lock:                        # somebody's refresh() may still be under way
             self._touches.close()
 
     def _run(self):
-        while not self._ended.wait(self._poll_s):
+        while not self._rest():
             try:
                 self.look()
             except Exception as failed:         # the next look may fare better
                 self._counts["poll_failures"] += 1
                 if not self._ended.is_set():
                     self._announce("look", f"looking for other writers' blocks failed: {failed!r}")
+
+    def _rest(self):
+        """Sleep until a look is due; True once there will be none. While nobody else writes here
+        and nothing is under way, C sees to it that there is nothing to look for."""
+        with self._lock:
+            busy = self._group("live")[0] or self._pending or self._relist or self._retired
+            mtime, until = self._mtime, self._slow_at
+        if busy or mtime is None:
+            return self._ended.wait(self._poll_s)
+        looks = self._files.doze(os.fsencode(self._folder), mtime, self._poll_s, until)
+        with self._lock:
+            self._counts["polls"] += max(0, looks - 1)      # the last one is `look` itself
+        return self._ended.is_set()
 
     def _announce(self, what, message):
         """Warn, once until it is another message or `_recovered`."""
