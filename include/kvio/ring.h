@@ -251,7 +251,7 @@ struct kvio_ring_batch_params {
 int kvio_ring_batch_submit(struct kvio_ring_batch **out, struct kvio_ring *ring,
 			   const struct kvio_ring_batch_params *params);
 int kvio_ring_batch_done(struct kvio_ring_batch *batch);
-/* 1 when drained, 0 after timeout_ns. */
+/* 1 when drained, 0 after timeout_ns (< 0: none) or when a signal came to this thread. */
 int kvio_ring_batch_wait(struct kvio_ring_batch *batch, int64_t timeout_ns);
 /* An eventfd that becomes readable when the batch has drained; made on the first call. */
 int kvio_ring_batch_fd(struct kvio_ring_batch *batch);

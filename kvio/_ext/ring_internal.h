@@ -114,7 +114,8 @@ struct kvio_store {
 struct kvio_ring_batch {
 	struct kvio_ring_batch *next;	/* in the inbox */
 	atomic_int refs;
-	atomic_bool cancelled, done;
+	atomic_bool cancelled;
+	_Atomic uint32_t done;	/* a futex */
 	bool write;
 	uint32_t count, remaining;
 	uint32_t moving;	/* runs that have not finished and do not wait at a gate */
@@ -125,7 +126,6 @@ struct kvio_ring_batch {
 	int32_t *status;
 	struct kvio_block_io *blocks;
 	pthread_mutex_t lock;
-	pthread_cond_t drained;
 	int event_fd;
 };
 
