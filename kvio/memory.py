@@ -11,6 +11,7 @@ import weakref
 
 import numpy as np
 
+from kvio._ext.block import BlockStates
 from kvio.errors import Busy, Closed, InvalidArgument, OutOfBlocks, checked_int
 from kvio.layout import PAGE, BlockLayout, Side, any_array
 from kvio.pages import (advise_huge, anonymous, bind_to_node, named_shm, release_shm,
@@ -78,6 +79,8 @@ class BlockAllocator:
         self._free = np.ones(self.num_blocks, bool)
         self._pins = np.zeros(self.num_blocks, np.int32)
         self._leaving = np.zeros(self.num_blocks, bool)     # freed, but still pinned
+        self._states = BlockStates(self._free.view(np.uint8), self._leaving.view(np.uint8),
+                                   self._pins)
         self._lock = threading.RLock()      # a __del__ that frees may run inside `alloc`
         self._closed = False
 
@@ -120,18 +123,16 @@ class BlockAllocator:
         """A transfer begins to touch these blocks (an id may occur more than once)."""
         with self._lock:
             self._check_open()
-            stray = self._free[block_ids] | self._leaving[block_ids]
-            if stray.any():
+            if not self._states.pin(block_ids):
+                stray = self._free[block_ids] | self._leaving[block_ids]
                 raise InvalidArgument("a transfer names blocks that are not allocated (or were "
                                       f"freed): {_few(block_ids[stray])}; take them with alloc")
-            np.add.at(self._pins, block_ids, 1)
 
     def unpin(self, block_ids: np.ndarray) -> None:
         """A transfer that touched these blocks has drained."""
         with self._lock:
-            np.subtract.at(self._pins, block_ids, 1)
-            leaving = block_ids[self._leaving[block_ids]]
-            if len(leaving):
+            if self._states.unpin(block_ids):
+                leaving = block_ids[self._leaving[block_ids]]
                 self._release(np.unique(leaving[self._pins[leaving] == 0]))
 
     def _release(self, ids):
@@ -307,6 +308,8 @@ def _checked(layout):
 
 def has_twins(ids: np.ndarray) -> bool:
     """Does an id occur twice? (np.unique takes ten times as long for a few hundred.)"""
+    if (ids[1:] > ids[:-1]).all():
+        return False
     ids = np.sort(ids)
     return bool((ids[1:] == ids[:-1]).any())
 

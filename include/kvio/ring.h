@@ -149,6 +149,14 @@ int64_t kvio_store_poll(struct kvio_store *store, kvio_replace_fn replace, void 
 /* Own segments whose file has no name any more: others took this writer for dead and reclaimed
  * them. Returns how many (at most `count`) numbers were written to `out`. */
 int kvio_store_unlinked(struct kvio_store *store, uint32_t *out, uint32_t count);
+/*
+ * For who would poll but has nobody to poll: looks every poll_ns at the directory's time of change
+ * and at the own segments' names, and returns how often it has looked once one of them is another
+ * one, until_ns (CLOCK_MONOTONIC) has come, or kvio_store_rouse() was called.
+ */
+int64_t kvio_store_doze(struct kvio_store *store, const char *folder, int64_t mtime_ns,
+			int64_t poll_ns, int64_t until_ns);
+void kvio_store_rouse(struct kvio_store *store);	/* this doze and all later ones */
 void kvio_store_watch_stats(struct kvio_store *store, struct kvio_watch_stats *out);
 
 /* ---- rings ---- */
@@ -243,7 +251,7 @@ struct kvio_ring_batch_params {
 int kvio_ring_batch_submit(struct kvio_ring_batch **out, struct kvio_ring *ring,
 			   const struct kvio_ring_batch_params *params);
 int kvio_ring_batch_done(struct kvio_ring_batch *batch);
-/* 1 when drained, 0 after timeout_ns. */
+/* 1 when drained, 0 after timeout_ns (< 0: none) or when a signal came to this thread. */
 int kvio_ring_batch_wait(struct kvio_ring_batch *batch, int64_t timeout_ns);
 /* An eventfd that becomes readable when the batch has drained; made on the first call. */
 int kvio_ring_batch_fd(struct kvio_ring_batch *batch);

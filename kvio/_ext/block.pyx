@@ -3,7 +3,7 @@
 """Keys, checksums and layer descriptors: Python's door to include/kvio/block.h."""
 from cpython.buffer cimport (PyBUF_C_CONTIGUOUS, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release,
                              PyObject_GetBuffer)
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from core cimport (kvio_block_keys, kvio_blake2b16, kvio_crc32c, kvio_crc32c_impl,
                    kvio_crc32c_impls, kvio_describe, kvio_key, kvio_sge, kvio_side, kvio_wr)
@@ -132,3 +132,45 @@ def struct_fields():
             "reserved": (<char *>&sge.reserved - s, sizeof(sge.reserved)),
         },
     }
+
+
+cdef class BlockStates:
+    """The states of a pool's blocks, for what every transfer does. The caller's lock guards it.
+
+    free, leaving: a byte a block; pins: how many transfers touch it."""
+    cdef uint8_t[::1] _free, _leaving
+    cdef int32_t[::1] _pins
+
+    def __cinit__(self, uint8_t[::1] free not None, uint8_t[::1] leaving not None,
+                  int32_t[::1] pins not None):
+        if free.shape[0] != leaving.shape[0] or free.shape[0] != pins.shape[0]:
+            raise ValueError("one state a block")
+        self._free, self._leaving, self._pins = free, leaving, pins
+
+    cdef check(self, const int64_t[:] ids):
+        cdef Py_ssize_t i
+        for i in range(ids.shape[0]):
+            if ids[i] < 0 or ids[i] >= self._pins.shape[0]:
+                raise IndexError(f"there is no block {ids[i]}")
+
+    def pin(self, const int64_t[:] ids not None):
+        """Pin them (one that is named twice, twice); False, and nothing is done, if some are free
+        or leaving."""
+        cdef Py_ssize_t i
+        self.check(ids)
+        for i in range(ids.shape[0]):
+            if self._free[ids[i]] or self._leaving[ids[i]]:
+                return False
+        for i in range(ids.shape[0]):
+            self._pins[ids[i]] += 1
+        return True
+
+    def unpin(self, const int64_t[:] ids not None):
+        """Take one pin from each; are some of them leaving?"""
+        cdef Py_ssize_t i
+        cdef bint leaving = False
+        self.check(ids)
+        for i in range(ids.shape[0]):
+            self._pins[ids[i]] -= 1
+            leaving = leaving or self._leaving[ids[i]]
+        return leaving

@@ -235,6 +235,9 @@ cdef extern from "kvio/ring.h" nogil:
     int64_t kvio_store_poll(kvio_store *store, kvio_replace_fn replace, void *index,
                             const uint32_t *segments, kvio_watched *writers, uint32_t count)
     int kvio_store_unlinked(kvio_store *store, uint32_t *out, uint32_t count)
+    int64_t kvio_store_doze(kvio_store *store, const char *folder, int64_t mtime_ns,
+                            int64_t poll_ns, int64_t until_ns)
+    void kvio_store_rouse(kvio_store *store)
     void kvio_store_watch_stats(kvio_store *store, kvio_watch_stats *out)
     struct kvio_ring:
         pass

@@ -8,7 +8,10 @@ may write to the arrays while a call runs.
 import os
 
 from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytearray cimport PyByteArray_AS_STRING
+from libc.errno cimport EINPROGRESS
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcmp, memcpy
 
 from core cimport *
 
@@ -54,6 +57,72 @@ def is_root(const uint8_t[::1] key not None):
     if key.shape[0] != 16:
         raise ValueError("a key is 16 bytes")
     return kvio_is_root(&key[0])
+
+
+def set_addresses(blocks, uint64_t base, uint64_t stride, const int64_t[::1] ids not None):
+    """The rows are to lie in blocks `ids` of the pool at `base`."""
+    cdef _Rows rows = _Rows(blocks, sizeof(kvio_block_io), PyBUF_WRITABLE)
+    cdef kvio_block_io *block = <kvio_block_io *>rows.data
+    if rows.count != ids.shape[0]:
+        raise ValueError(f"{rows.count} blocks, but {ids.shape[0]} ids")
+    for i in range(rows.count):
+        block[i].addr = base + <uint64_t>ids[i] * stride
+
+
+def foreign_keys(blocks, const uint8_t[::1] foreign not None):
+    """Keys, one after the other, of the places that were found in the segments that `foreign` (a
+    byte a segment) names."""
+    cdef _Rows rows = blocks_in(blocks)
+    cdef const kvio_block_io *block = <const kvio_block_io *>rows.data
+    cdef bytearray out = bytearray(16 * rows.count)
+    cdef uint8_t *at = <uint8_t *>PyByteArray_AS_STRING(out)
+    cdef size_t used = 0
+    for i in range(rows.count):
+        if block[i].status == -EINPROGRESS and block[i].segment < foreign.shape[0] and \
+                foreign[block[i].segment]:
+            memcpy(at + used, block[i].key, 16)
+            used += 16
+    del out[used:]
+    return out
+
+
+cdef size_t hash_of(const uint8_t *key) noexcept:
+    """Keys are hashes already."""
+    cdef uint64_t word
+    memcpy(&word, key, 8)
+    return <size_t>word
+
+
+def newest_keys(list parts not None, uint32_t most):
+    """The first `most` different keys of bytearrays of keys, each once."""
+    cdef uint32_t total = 0, used = 0, i
+    cdef size_t mask = 1, at
+    cdef const uint8_t *keys
+    cdef bytearray part, out
+    for part in parts:
+        total += <uint32_t>(len(part) // 16)
+    total = min(total, most)
+    while mask < 2 * <size_t>total + 2:
+        mask *= 2
+    cdef bytearray table = bytearray(4 * mask)          # numbers in `out`, from 1; 0: free
+    cdef uint32_t *slots = <uint32_t *>PyByteArray_AS_STRING(table)
+    mask -= 1
+    out = bytearray(16 * total)
+    cdef uint8_t *kept = <uint8_t *>PyByteArray_AS_STRING(out)
+    for part in parts:
+        keys = <const uint8_t *>PyByteArray_AS_STRING(part)
+        for i in range(<uint32_t>(len(part) // 16)):
+            if used == total:
+                break
+            at = hash_of(keys + 16 * i) & mask
+            while slots[at] and memcmp(kept + 16 * (slots[at] - 1), keys + 16 * i, 16):
+                at = (at + 1) & mask
+            if slots[at] == 0:
+                memcpy(kept + 16 * used, keys + 16 * i, 16)
+                used += 1
+                slots[at] = used
+    del out[16 * used:]
+    return out
 
 
 cdef class Index:

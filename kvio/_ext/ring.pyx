@@ -7,6 +7,7 @@ store turns them into those of kvio.errors.
 """
 import errno
 import os
+from time import monotonic_ns
 
 from cpython.buffer cimport (PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_ND, PyBUF_WRITABLE,
                              PyBuffer_Release, PyObject_GetBuffer)
@@ -22,7 +23,7 @@ BACKENDS = {"uring": KVIO_BACKEND_URING, "threads": KVIO_BACKEND_THREADS,
 NEWS_BEAT, NEWS_CLOSED, NEWS_FAILED = KVIO_NEWS_BEAT, KVIO_NEWS_CLOSED, KVIO_NEWS_FAILED
 INVALIDATE, SUSPECT = KVIO_BLOCK_INVALIDATE, KVIO_BLOCK_SUSPECT
 BLOCK_IO_NBYTES = sizeof(kvio_block_io)
-cdef int64_t SLICE_NS = 50000000        # how long a wait keeps a signal handler waiting
+cdef int64_t SLICE_NS = 200000000       # at most so long waits a signal that another thread got
 
 
 cdef check(int64_t rc):
@@ -226,6 +227,20 @@ cdef class Store:
         finally:
             PyBuffer_Release(&view)
         return check(rc)
+
+    def doze(self, bytes folder not None, int64_t mtime_ns, double poll_s, double until_s):
+        """Look every poll_s whether Watch.look is due: the directory or an own file's name has
+        changed, or until_s (time.monotonic) has come. How often it looked."""
+        cdef const char *name = folder
+        cdef int64_t looks
+        with nogil:
+            looks = kvio_store_doze(self._store, name, mtime_ns, <int64_t>(poll_s * 1e9),
+                                    <int64_t>(until_s * 1e9))
+        return looks
+
+    def rouse(self):
+        """End `doze`, for good."""
+        kvio_store_rouse(self._store)
 
     def watch_stats(self):
         """Counters of `poll`."""
@@ -432,17 +447,15 @@ cdef class Batch:
     def wait(self, timeout_s=None):
         """Sleep without the GIL until drained (True) or for timeout_s (False). Signal handlers
         run meanwhile."""
-        cdef int64_t left = -1 if timeout_s is None else max(0, int(timeout_s * 1e9)), slice_ns
+        cdef int64_t left = SLICE_NS
+        cdef int64_t end = 0 if timeout_s is None else monotonic_ns() + max(0, int(timeout_s * 1e9))
         cdef bint done = self.poll()
-        while not done and self._batch is not NULL:
-            slice_ns = SLICE_NS if left < 0 or left > SLICE_NS else left
+        while left and not done and self._batch is not NULL:
+            if end:
+                left = max(0, end - <int64_t>monotonic_ns())
             with nogil:
-                done = kvio_ring_batch_wait(self._batch, slice_ns)
+                done = kvio_ring_batch_wait(self._batch, min(left, SLICE_NS))
             PyErr_CheckSignals()
-            if left >= 0:
-                left -= slice_ns
-                if left <= 0:
-                    break
         return bool(done)
 
     def cancel(self):

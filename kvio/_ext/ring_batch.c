@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /* A batch: what its submitter holds and what the ring completes. Each side has a reference. */
+#include <limits.h>
+#include <linux/futex.h>
 #include <sys/eventfd.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "ring_internal.h"
@@ -12,7 +15,6 @@ void kvio_ring_batch_put(struct kvio_ring_batch *batch)
 	if (batch->event_fd >= 0)
 		close(batch->event_fd);
 	pthread_mutex_destroy(&batch->lock);
-	pthread_cond_destroy(&batch->drained);
 	free(batch->status);
 	free(batch->blocks);
 	free(batch);
@@ -43,7 +45,6 @@ static struct kvio_ring_batch *batch_new(const struct kvio_ring_batch_params *pa
 	batch->region_addr = params->region_addr;
 	batch->region_nbytes = params->region_nbytes;
 	pthread_mutex_init(&batch->lock, NULL);
-	monotonic_cond_init(&batch->drained);
 	return batch;
 }
 
@@ -151,29 +152,29 @@ void batch_complete(struct kvio_ring_batch *batch)
 {
 	pthread_mutex_lock(&batch->lock);
 	batch->completed_ns = now_ns();
-	atomic_store(&batch->done, true);
+	atomic_store(&batch->done, 1);
 	if (batch->event_fd >= 0)
 		eventfd_write(batch->event_fd, 1);
-	pthread_cond_broadcast(&batch->drained);
 	pthread_mutex_unlock(&batch->lock);
+	syscall(SYS_futex, &batch->done, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 	kvio_ring_batch_put(batch);
 }
 
 int kvio_ring_batch_done(struct kvio_ring_batch *batch)
 {
-	return atomic_load(&batch->done);
+	return (int)atomic_load(&batch->done);
 }
 
 int kvio_ring_batch_wait(struct kvio_ring_batch *batch, int64_t timeout_ns)
 {
-	int64_t deadline = timeout_ns < 0 ? -1 : now_ns() + timeout_ns;
-	int rc = 0;
+	int64_t end = timeout_ns < 0 ? 0 : now_ns() + timeout_ns;
+	struct timespec at = { end / 1000000000, end % 1000000000 };
+	long rc = 0;
 
-	pthread_mutex_lock(&batch->lock);
-	while (!atomic_load(&batch->done) && rc == 0)
-		rc = monotonic_cond_wait(&batch->drained, &batch->lock, deadline);
-	pthread_mutex_unlock(&batch->lock);
-	return atomic_load(&batch->done);
+	while (!atomic_load(&batch->done) && (rc == 0 || errno == EAGAIN))
+		rc = syscall(SYS_futex, &batch->done, FUTEX_WAIT_BITSET_PRIVATE, 0,
+			     timeout_ns < 0 ? NULL : &at, NULL, FUTEX_BITSET_MATCH_ANY);
+	return (int)atomic_load(&batch->done);
 }
 
 int kvio_ring_batch_fd(struct kvio_ring_batch *batch)

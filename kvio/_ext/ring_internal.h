@@ -97,10 +97,11 @@ struct kvio_store {
 	_Atomic(struct kvio_segment *) *segments;
 	_Atomic uint32_t num_segments;
 	_Atomic uint64_t page1_writes;
-	pthread_mutex_t lock;		/* adding segments; the keeper's sleep */
+	pthread_mutex_t lock;		/* adding segments; who sleeps */
 	pthread_cond_t wake;
+	pthread_cond_t rouse;		/* who dozes: kvio_store_doze() */
 	pthread_t keeper;
-	bool dirty, stop, running;
+	bool dirty, stop, running, roused;
 	_Atomic uint32_t num_closed;	/* files of retired segments */
 	pthread_mutex_t watch_lock;
 	bool watch_ended;
@@ -113,7 +114,8 @@ struct kvio_store {
 struct kvio_ring_batch {
 	struct kvio_ring_batch *next;	/* in the inbox */
 	atomic_int refs;
-	atomic_bool cancelled, done;
+	atomic_bool cancelled;
+	_Atomic uint32_t done;	/* a futex */
 	bool write;
 	uint32_t count, remaining;
 	uint32_t moving;	/* runs that have not finished and do not wait at a gate */
@@ -124,7 +126,6 @@ struct kvio_ring_batch {
 	int32_t *status;
 	struct kvio_block_io *blocks;
 	pthread_mutex_t lock;
-	pthread_cond_t drained;
 	int event_fd;
 };
 

@@ -175,6 +175,7 @@ int kvio_store_new(struct kvio_store **out, const struct kvio_store_params *para
 	pthread_mutex_init(&store->lock, NULL);
 	pthread_mutex_init(&store->watch_lock, NULL);
 	monotonic_cond_init(&store->wake);
+	monotonic_cond_init(&store->rouse);
 	*out = store;
 	return 0;
 }

@@ -357,6 +357,44 @@ int kvio_store_unlinked(struct kvio_store *store, uint32_t *out, uint32_t count)
 	return found;
 }
 
+/* False: somebody wants us up. */
+static bool sleep_until(struct kvio_store *store, int64_t due_ns)
+{
+	bool roused;
+
+	pthread_mutex_lock(&store->lock);
+	while (!store->roused && now_ns() < due_ns)
+		monotonic_cond_wait(&store->rouse, &store->lock, due_ns);
+	roused = store->roused;
+	pthread_mutex_unlock(&store->lock);
+	return !roused;
+}
+
+int64_t kvio_store_doze(struct kvio_store *store, const char *folder, int64_t mtime_ns,
+			int64_t poll_ns, int64_t until_ns)
+{
+	int64_t looks = 0;
+	uint32_t gone;
+	struct stat now;
+
+	while (sleep_until(store, now_ns() + poll_ns)) {
+		looks++;
+		if (now_ns() >= until_ns || stat(folder, &now) < 0 ||
+		    (int64_t)now.st_mtim.tv_sec * 1000000000 + now.st_mtim.tv_nsec != mtime_ns ||
+		    kvio_store_unlinked(store, &gone, 1))
+			break;
+	}
+	return looks;
+}
+
+void kvio_store_rouse(struct kvio_store *store)
+{
+	pthread_mutex_lock(&store->lock);
+	store->roused = true;
+	pthread_cond_broadcast(&store->rouse);
+	pthread_mutex_unlock(&store->lock);
+}
+
 void kvio_store_watch_stats(struct kvio_store *store, struct kvio_watch_stats *out)
 {
 	pthread_mutex_lock(&store->watch_lock);

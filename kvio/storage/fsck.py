@@ -214,7 +214,8 @@ def _repair(report, look, dead_after_s, views, drops, drafts, description, remov
             done = "refused: its writer is alive"
         else:
             try:
-                done = _repair_segment(report, view, found, description, remove_unusable)
+                done = _repair_segment(report, view, found, description, remove_unusable,
+                                       state == inspect.CLOSED)
             except OSError as failed:
                 done = f"failed: {failed.strerror}"
         for finding in found:
@@ -224,7 +225,7 @@ def _repair(report, look, dead_after_s, views, drops, drafts, description, remov
             finding.repair = _remove_draft(report.path, finding.file, drafts[finding.file])
 
 
-def _repair_segment(report, view, found, description, remove_unusable):
+def _repair_segment(report, view, found, description, remove_unusable, closed):
     path = os.path.join(report.path, view.name)
     if view.uuid is None:
         if not remove_unusable:
@@ -242,7 +243,7 @@ def _repair_segment(report, view, found, description, remove_unusable):
     try:
         kept = set(_zero_headers(fd, view, slots))
         if any(finding.kind == "page 1" for finding in found):
-            _write_page1(fd, view, description.geometry)
+            _write_page1(fd, view, description.geometry, closed)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -250,7 +251,7 @@ def _repair_segment(report, view, found, description, remove_unusable):
         if finding.slot in kept:
             finding.repair = "left: the header has changed meanwhile"
         elif finding.kind == "page 1":
-            finding.repair = "rewritten, marked as closed"
+            finding.repair = "rewritten, marked as closed" if closed else "rewritten"
     return "dropped: header zeroed"
 
 
@@ -270,10 +271,12 @@ def _zero_headers(fd, view, slots):
         _write(fd, memory, where)
 
 
-def _write_page1(fd, view, geometry):
-    """Page 1 as a writer leaves it that has closed: there is none any more."""
+def _write_page1(fd, view, geometry, closed):
+    """A whole page 1. The mark of a closed writer only where it has said so elsewhere: a silent
+    one may be stopped and go on, and readers check nothing in segments that are closed."""
     memory = mmap.mmap(-1, PAGE)
-    memory[:] = fmt.encode_page1(view.uuid, geometry.header_pages, fmt.HEARTBEAT_CLOSED)
+    beat = fmt.HEARTBEAT_CLOSED if closed else int.from_bytes(os.urandom(7), "little")
+    memory[:] = fmt.encode_page1(view.uuid, geometry.header_pages, beat)
     _write(fd, memory, PAGE)
 
 

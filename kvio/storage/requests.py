@@ -5,6 +5,7 @@ import time
 import numpy as np
 
 from kvio._ext import ring as _ring
+from kvio._ext.index import set_addresses
 from kvio.completion import Transfer
 from kvio.errors import Closed, InvalidArgument, LayoutMismatch, TransferError, errno_name
 from kvio.memory import BlockPool, has_twins
@@ -106,8 +107,7 @@ class Requests:
         return keys, ids
 
     def _submit(self, ring, write, blocks, pool, ids, drained, finish, batch, found_ns=0):
-        blocks["addr"] = np.uint64(pool.region.addr) + ids.astype(np.uint64) * np.uint64(
-            pool.block_stride)
+        set_addresses(blocks, pool.region.addr, pool.block_stride, ids)
         pinned = []
 
         def on_drain():

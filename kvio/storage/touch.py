@@ -9,6 +9,7 @@ import os
 
 import numpy as np
 
+from kvio._ext.index import newest_keys
 from kvio.storage import format as fmt
 from kvio.storage.scan import open_file, read_pages, write_pages
 
@@ -30,9 +31,8 @@ class Touches:
         self.counts = {"touches_written": 0, "touches_read": 0, "touched_blocks": 0}
 
     def note(self, keys, now) -> None:
-        """These keys (rows of 16 bytes) are being read from others' segments."""
+        """These keys (a bytearray, 16 bytes a key) are being read from others' segments."""
         if len(keys):
-            keys = np.ascontiguousarray(keys).view("V16").ravel()
             self._noted.append((now, keys))
 
     def publish(self, now) -> None:
@@ -44,8 +44,7 @@ class Touches:
         while self._recent and self._recent[0][0] < now - _KEEP_S:
             self._recent.popleft()
         # Newest first: whoever touches them in this order leaves the newest warmest.
-        keys = dict.fromkeys(key for _, some in reversed(self._recent) for key in some.tolist())
-        keys = b"".join(list(keys)[:fmt.MAX_TOUCHES])
+        keys = bytes(newest_keys([some for _, some in reversed(self._recent)], fmt.MAX_TOUCHES))
         if self._fd >= 0 and os.fstat(self._fd).st_nlink == 0:
             os.close(self._fd)                  # taken for a leftover and deleted
             self._fd = -1

@@ -17,6 +17,7 @@ import warnings
 import numpy as np
 
 from kvio._ext import ring as _ring
+from kvio._ext.index import foreign_keys
 from kvio.storage import format as fmt
 from kvio.storage.scan import open_segment
 from kvio.storage.touch import Touches
@@ -54,7 +55,7 @@ class Watch:
         self._dead_after_s, self._poll_s = dead_after_s, poll_s
         self._lock = threading.RLock()
         self._writers: dict[bytes, _Writer] = {}
-        self._foreign = np.zeros(_MAX_SEGMENTS, bool)       # by number
+        self._foreign = np.zeros(_MAX_SEGMENTS, np.uint8)      # by number
         self._names: dict[str, tuple[_Writer, int]] = {}    # segments that are open
         self._pending: dict[str, tuple[float, float]] = {}  # not usable: when to look, then wait
         self._groups = {}               # "live", "gone" -> (writers, segments, array for C)
@@ -91,19 +92,33 @@ class Watch:
     def stop(self) -> None:
         """No look after this; the touch file is removed."""
         self._ended.set()
+        self._files.rouse()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         with self._lock:                        # somebody's refresh() may still be under way
             self._touches.close()
 
     def _run(self):
-        while not self._ended.wait(self._poll_s):
+        while not self._rest():
             try:
                 self.look()
             except Exception as failed:         # the next look may fare better
                 self._counts["poll_failures"] += 1
                 if not self._ended.is_set():
                     self._announce("look", f"looking for other writers' blocks failed: {failed!r}")
+
+    def _rest(self):
+        """Sleep until a look is due; True once there will be none. While nobody else writes here
+        and nothing is under way, C sees to it that there is nothing to look for."""
+        with self._lock:
+            busy = self._group("live")[0] or self._pending or self._relist or self._retired
+            mtime, until = self._mtime, self._slow_at
+        if busy or mtime is None:
+            return self._ended.wait(self._poll_s)
+        looks = self._files.doze(os.fsencode(self._folder), mtime, self._poll_s, until)
+        with self._lock:
+            self._counts["polls"] += max(0, looks - 1)      # the last one is `look` itself
+        return self._ended.is_set()
 
     def _announce(self, what, message):
         """Warn, once until it is another message or `_recovered`."""
@@ -257,7 +272,7 @@ class Watch:
         writer.closed, writer.dead = False, False
         writer.segments[n] = (number, name)
         self._names[name] = (writer, n)
-        self._foreign[number] = True
+        self._foreign[number] = 1
         self._counts["segments_found"] += 1
         self._groups.clear()
 
@@ -382,8 +397,7 @@ class Watch:
     def note_reads(self, blocks) -> None:
         """Places (rows of BLOCK_IO) that are being read: owners of foreign ones will be told."""
         if self._names:
-            found = blocks[blocks["status"] == -errno.EINPROGRESS]
-            self._touches.note(found["key"][self._foreign[found["segment"]]], time.monotonic())
+            self._touches.note(foreign_keys(blocks, self._foreign), time.monotonic())
 
     def merge_touches(self) -> int:
         """What others have read lately counts as used here; how many own places were touched."""

@@ -263,13 +263,21 @@ def test_a_writer_is_dead_only_after_it_was_watched(filled):
 
 def test_who_has_closed_is_known_at_once(filled):
     path, segment, _ = filled
-    edit(segment, 8192, lambda byte: byte ^ 1)
-    edit(segment, 4096 + 300, lambda byte: byte ^ 1)
-    fsck(path, **NOW)                                   # leaves the mark in page 1
-    edit(segment, 8192 + 128, lambda byte: byte ^ 1)
+    edit(segment, 8192 + 128, lambda byte: byte ^ 1)    # its page 1 carries the mark
     began = time.monotonic()
     assert fsck(path, repair=True, dead_after_s=60).findings[0].repair.startswith("dropped")
     assert time.monotonic() - began < 30 and fsck(path).clean
+
+
+def test_a_repaired_page_1_does_not_say_that_its_writer_has_closed(filled):
+    """It may be stopped and go on; and what is closed others may reclaim at once."""
+    path, segment, _ = filled
+    edit(segment, 4096 + 300, lambda byte: byte ^ 1)
+    assert [finding.repair for finding in fsck(path, **NOW).findings] == ["rewritten"]
+    assert fsck(path).clean
+    with open(segment, "rb") as file:
+        page = np.frombuffer(file.read(8192)[4096:], fmt.PAGE1)[0]
+    assert fmt.is_sealed(page.tobytes()) and page["heartbeat"] != fmt.HEARTBEAT_CLOSED
 
 
 def test_a_page_keeps_its_other_headers_and_newer_ones(filled, monkeypatch):

@@ -304,9 +304,9 @@ def test_the_newest_touches_are_kept(tmp_path, monkeypatch):
         touches = store._watch._touches
         keys = chain(10)["key"]
         now = time.monotonic()
-        touches.note(keys[:3], now - 10)                    # too old
-        touches.note(keys[3:6], now - 1)
-        touches.note(keys[6:9], now)
+        touches.note(bytearray(keys[:3].tobytes()), now - 10)       # too old
+        touches.note(bytearray(keys[3:6].tobytes()), now - 1)
+        touches.note(bytearray(keys[6:9].tobytes()), now)
         touches.publish(now)
         data = (tmp_path / fmt.touch_name(store._writer.uuid)).read_bytes()
         assert len(data) == 2 * PAGE
