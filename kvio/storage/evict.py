@@ -28,8 +28,9 @@ class Capacity:
     What goes, in this order: segments of dead writers, whole, the least recently used first; own
     orphans; own leaves, the least recently used first; inner blocks if all leaves are pinned.
     Never: pinned blocks, blocks that are being written, and the stored blocks of the write that
-    needs the room, with their parents (older ancestors are as warm as their last use). A block that is being read may go: its slot's next write invalidates the header
-    and changes the payload, so that the read ends with the right bytes or with a miss.
+    needs the room, with their parents (older ancestors are as warm as their last use). A block
+    that is being read may go: its slot's next write invalidates the header and changes the
+    payload, so that the read ends with the right bytes or with a miss.
     """
 
     def __init__(self, index, writer, watch, capacity_bytes: int | None):
