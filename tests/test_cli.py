@@ -99,8 +99,10 @@ def test_a_missing_package_is_named_with_its_remedy(tmp_path, hide, remedy):
 @pytest.mark.parametrize("part", [
     "timed", pytest.param("real", marks=pytest.mark.needs("model"))])
 def test_signals_end_the_demo_cleanly(tmp_path, part, number, status, word):
+    # A shell that puts us into the background has us, and what we start, ignore SIGINT.
     demo = subprocess.Popen([*KVIO, "demo", "--only", part, "--dir", str(tmp_path)],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert demo.stderr.readline()                       # it is at work
     demo.send_signal(number)
     _, errors = demo.communicate(timeout=60)
