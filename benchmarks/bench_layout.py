@@ -6,9 +6,7 @@ another layer. hashlib in a Python loop is the peer of the keys, numpy that of t
 import hashlib
 
 import numpy as np
-import pytest
 
-from kvio._ext.block import crc32c
 from kvio.layout import READ, BlockLayout, LayerDescriptors, Side, block_keys, root_key
 
 LAYOUT = BlockLayout.preset("deepseek-v3.2")
@@ -65,11 +63,3 @@ def test_move_511_descriptors(benchmark):
     made.layer(30)
     assert (made.wrs == by_numpy()).all() and made.local_offset == 0
     assert made.remote_offset == LAYOUT.layer_offsets[30]
-
-
-@pytest.mark.parametrize("portable", [False, True], ids=["cpu", "portable"])
-def test_crc32c(benchmark, portable):
-    block = np.random.default_rng(3).integers(0, 256, LAYOUT.full_block_nbytes, np.uint8)
-    benchmark.extra_info["nbytes"] = block.nbytes
-    benchmark.pedantic(crc32c, (block, 0, portable), rounds=30, iterations=1, warmup_rounds=2)
-    assert crc32c(block) == crc32c(block, 0, True)
