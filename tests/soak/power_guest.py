@@ -20,7 +20,7 @@ from kvio._ext import ring as _ring
 from kvio.storage import admin
 from kvio.storage.format import BLOCK_DURABLE
 from kvio.storage.fsck import fsck
-from soak_kill import EVICTS, writer
+from soak_kill import writer
 
 STORE_BYTES = 2 << 20           # checking it takes an emulated processor seconds
 RNDADDENTROPY, RNDRESEEDCRNG = 0x40085203, 0x5207
@@ -126,7 +126,7 @@ def rehearse(folder):
         heard = []
         one_round(os.path.join(folder, "store"), order, lambda *words: heard.append(words))
         order["known"].update((words[1], words[2]) for words in heard if words[0] == "begin")
-    random.getrandbits(8), EVICTS, traceback.format_exc()
+    random.getrandbits(8), traceback.format_exc()
     files = set()
     for module in list(sys.modules.values()):
         files |= {getattr(module, "__file__", None), getattr(module, "__cached__", None)}

@@ -31,15 +31,14 @@ from blocks import Blocks, chain, open_store, readable                      # no
 from build_hash import build_hash                                           # noqa: E402
 from kvio._ext import ring as _ring                                         # noqa: E402
 from kvio.errors import TransferError                                       # noqa: E402
-from kvio.storage import BlockStore, admin                                  # noqa: E402
+from kvio.storage import admin                                              # noqa: E402
 from kvio.storage.fsck import fsck                                          # noqa: E402
 
 SEGMENT = 400_000           # 31 slots
 CAPACITY = 2 * SEGMENT      # so that room has to be made within a round
 BATCH = 12
-KEPT = 5                    # chains that are pinned, or not yet dropped
+KEPT = 5                    # chains that are pinned
 STORE_BYTES = 8 << 20       # older segments go beyond that
-EVICTS = hasattr(BlockStore, "pin")     # the store makes room by itself
 CALLS = ("open", "pwrite", "preadv", "ftruncate", "truncate", "fsync", "unlink", "link", "rename")
 WRITE = 2
 
@@ -73,9 +72,8 @@ def writer(path, plan, say):
     rng = random.Random(plan["seed"])
     if plan["die_at_call"]:
         die_at_call(rng)
-    options = {"capacity_bytes": CAPACITY} if EVICTS else {}
     store = open_store(path, plan["backend"], segment_bytes=SEGMENT,
-                       durability=plan["durability"], **options)
+                       durability=plan["durability"], capacity_bytes=CAPACITY)
     say("open")
     ring, kept = store.open_ring(), []
     if plan["short_writes"]:                            # a page at a time: long in the middle
@@ -95,23 +93,17 @@ def writer(path, plan, say):
             try:
                 transfer.wait()
             except TransferError:                       # no room: nothing is promised
-                if not EVICTS:
-                    raise
                 continue
             if plan["sync"]:
                 store.sync()
-            if not EVICTS or store.pin(keys) == len(keys):
+            if store.pin(keys) == len(keys):
                 kept.append((number, keys))
                 say("stored", number, len(keys))
         while len(kept) > KEPT:
             number, keys = kept.pop(rng.randrange(len(kept)))
             say("dropped", number, len(keys))
-            if EVICTS:
-                store.unpin(keys)
-            else:
-                store.forget(keys)
-        if EVICTS:
-            say("evicted", store.stats()["evicted_blocks"])
+            store.unpin(keys)
+        say("evicted", store.stats()["evicted_blocks"])
     say("left")
     store.close(drain=True)
 
@@ -224,7 +216,7 @@ def kill_round(path, rng, backends):
             if what in ("stored", "dropped"):
                 counts[what] += 1
         # Who has said that it closes is dead for the others at once, and may be reclaimed.
-        if not (left and EVICTS):
+        if not left:
             required.update(mine)
         counts["killed"] += killed
         counts["evicted"] += evicted
@@ -269,8 +261,7 @@ def main():
     parser.add_argument("--dir", help="where the store is made (default: the temporary directory)")
     parser.add_argument("--log", help="a line a round goes there (default: nowhere)")
     arguments = parser.parse_args()
-    head = (f"soak_kill: seed {arguments.seed}, {arguments.rounds} rounds, {build_hash()}, "
-            f"eviction {'by the store' if EVICTS else 'by dropping'}")
+    head = f"soak_kill: seed {arguments.seed}, {arguments.rounds} rounds, {build_hash()}"
     print(head, flush=True)
     folder = tempfile.mkdtemp(prefix="kvio-soak-", dir=arguments.dir)
     out = open(arguments.log or os.devnull, "a", buffering=1)
