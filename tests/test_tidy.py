@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FUNCTION, MAX_FILE, MAX_COLUMNS, TAB = 70, 500, 100, 8
-CODE = {".py", ".pyx", ".pxd", ".c", ".h"}
+CODE = {".py", ".pyx", ".pxd", ".pxi", ".c", ".h"}
 SKIPPED = {".git", ".venv", "build", "dist", "__pycache__", ".hypothesis", ".pytest_cache"}
 
 # Bottom to top: a module may import what lies on lower lines. Modules of one line are siblings
@@ -168,7 +168,8 @@ def test_lines_and_files_are_short():
 
 
 @pytest.mark.parametrize("functions, suffixes", [
-    (python_functions, [".py"]), (cython_functions, [".pyx", ".pxd"]), (c_functions, [".c", ".h"])])
+    (python_functions, [".py"]), (cython_functions, [".pyx", ".pxd", ".pxi"]),
+    (c_functions, [".c", ".h"])])
 def test_a_function_fits_a_screen(functions, suffixes):
     check(lambda text: too_long(functions(text)), *suffixes)
 
@@ -233,7 +234,7 @@ def wrong_imports(layer, imports):
 
 def test_imports_point_down():
     bad = []
-    for path in files(".py", ".pyx", ".pxd", top=ROOT / "kvio"):
+    for path in files(".py", ".pyx", ".pxd", ".pxi", top=ROOT / "kvio"):
         inside = path.relative_to(ROOT / "kvio").with_suffix("")
         if path.suffix == ".py":
             imports = imported(read(path), ("kvio", *inside.parts[:-1]))

@@ -9,6 +9,7 @@
  *   qp        queue pair: one connection in one traffic class (its sl and tclass)
  *   post      hands work requests to a queue pair and rings its doorbell once
  *   batch     one transfer: work requests, a status for each, one completion for all
+ *   far       the regions of the process at the other end of a connection, as we know them
  *   domain    what shares one lock: the NICs of one soft fabric, or one verbs NIC
  */
 #include <pthread.h>
@@ -21,6 +22,7 @@
 #define KVIO_NUM_SL 16
 #define KVIO_NUM_VL 4		/* soft NICs: vl = sl mod 4 */
 #define KVIO_MAX_SGE 64
+#define KVIO_MAX_RAILS 8		/* devices that one NIC stripes over */
 #define KVIO_NEVER UINT64_MAX	/* a time that does not come */
 
 enum kvio_access {
@@ -34,12 +36,20 @@ enum kvio_wc_status {
 	KVIO_WC_SUCCESS = 0,
 	KVIO_WC_LOC_LEN_ERR = 1,
 	KVIO_WC_LOC_QP_OP_ERR = 2,
+	KVIO_WC_LOC_EEC_OP_ERR = 3,
 	KVIO_WC_LOC_PROT_ERR = 4,
 	KVIO_WC_WR_FLUSH_ERR = 5,
+	KVIO_WC_MW_BIND_ERR = 6,
+	KVIO_WC_BAD_RESP_ERR = 7,
+	KVIO_WC_LOC_ACCESS_ERR = 8,
 	KVIO_WC_REM_INV_REQ_ERR = 9,
 	KVIO_WC_REM_ACCESS_ERR = 10,
 	KVIO_WC_REM_OP_ERR = 11,
 	KVIO_WC_RETRY_EXC_ERR = 12,
+	KVIO_WC_RNR_RETRY_EXC_ERR = 13,
+	KVIO_WC_REM_ABORT_ERR = 16,
+	KVIO_WC_FATAL_ERR = 19,
+	KVIO_WC_RESP_TIMEOUT_ERR = 20,
 	KVIO_WC_GENERAL_ERR = 21,
 	KVIO_WC_CANCELED = 64,
 };
@@ -61,13 +71,22 @@ struct kvio_domain {
 	uint32_t waiting;		/* threads at the lock; atomic */
 };
 
+enum kvio_nic_flags {
+	KVIO_NIC_BUSY_POLL = 1,		/* waiting spins, no completion channel */
+};
+
 struct kvio_nic_params {
-	const char *device;		/* verbs: HCA and port; cuda: ordinal; soft: unused */
+	const char *device;		/* verbs: "HCA[:port][,HCA[:port]...]"; cuda: ordinal */
 	struct kvio_fabric *fabric;	/* soft: the network this NIC is plugged into */
 	uint64_t bytes_per_s;		/* soft: link rate each way; 0 = as fast as memory */
+	uint64_t pd;			/* verbs: another library's ibv_pd*; 0: one of our own */
+	int32_t gid_index;		/* verbs: -1 chooses */
 	uint32_t mtu;
 	uint32_t queue_depth;		/* work requests per queue pair */
 	uint32_t max_sge;
+	uint32_t flags;			/* enum kvio_nic_flags */
+	char *why;			/* filled with a text if open fails; NULL: not wanted */
+	size_t why_room;
 };
 
 /*
@@ -81,6 +100,42 @@ struct kvio_region {
 	uint64_t key;
 	uint32_t access;
 	uint32_t holds;			/* batches in flight that name it, from either end */
+	void *provider;			/* in a far table: struct kvio_rkeys */
+};
+
+/* Regions by the index in their key. */
+struct kvio_table {
+	struct kvio_region **regions;
+	uint32_t length;		/* holes included */
+};
+
+/*
+ * What one end tells the other of a region, as it travels (little endian), followed by num_rkeys
+ * rkeys of 4 bytes: those of slice 0 on every rail, then of slice 1, ...
+ */
+struct kvio_region_ad {
+	uint64_t key;
+	uint64_t addr;
+	uint64_t nbytes;
+	uint64_t slice_nbytes;		/* all slices but the last one */
+	uint32_t access;
+	uint32_t num_rkeys;
+};
+
+/* `provider` of a region in a far table. */
+struct kvio_rkeys {
+	uint64_t slice_nbytes;
+	const uint8_t *mapping;		/* soft: where its bytes are mapped here; NULL: nowhere */
+	uint32_t num_rkeys;
+	uint32_t rkeys[];
+};
+
+/* The other end's regions. One for a connection, shared by its queue pairs. */
+struct kvio_far {
+	struct kvio_nic *nic;
+	struct kvio_table table;
+	uint32_t num_rails;		/* of the other end; 0: its rkeys are not used */
+	uint32_t qps;			/* that refer to it */
 	void *provider;
 };
 
@@ -88,9 +143,10 @@ struct kvio_qp_params {
 	uint8_t sl;			/* 0..15 */
 	uint8_t tclass;			/* GRH traffic class / IP ToS byte */
 	uint32_t depth;			/* 0: the NIC's queue_depth */
+	struct kvio_far *far;		/* the peer is another process's; NULL: of this fabric */
 };
 
-/* What a handshake carries from one end to the other. */
+/* What a handshake carries from one end to the other, for each rail, as it travels. */
 struct kvio_endpoint {
 	uint32_t qpn;
 	uint32_t psn;
@@ -104,7 +160,8 @@ struct kvio_endpoint {
 
 /* Read back from the device, not remembered. */
 struct kvio_qp_info {
-	struct kvio_endpoint local;
+	struct kvio_endpoint local[KVIO_MAX_RAILS];
+	uint32_t num_rails;
 	uint32_t state;			/* enum kvio_qp_state */
 	uint32_t depth;
 	uint32_t max_sge;
@@ -157,6 +214,31 @@ struct kvio_counters {
 	uint64_t rx_bytes[KVIO_NUM_SL];
 };
 
+/* What `kvio doctor` and errors say of a NIC. */
+struct kvio_nic_info {
+	uint32_t num_rails;
+	uint32_t max_sge;		/* of a WRITE */
+	uint32_t max_sge_rd;		/* of a READ */
+	uint32_t max_rd_atomic;
+	uint64_t max_msg_nbytes;
+	uint64_t pd;			/* addresses of the library's own objects, of rail 0 */
+	uint64_t context;
+	struct kvio_rail_info {
+		char device[64];
+		char netdev[32];
+		char link_layer[16];
+		char gid_type[16];
+		uint8_t gid[16];
+		int32_t gid_index;
+		int32_t numa_node;
+		uint32_t port;
+		uint32_t mtu;
+		uint32_t lid;
+		uint32_t uses_wr_api;	/* posts by ibv_wr_start, not ibv_post_send */
+		uint64_t bits_per_s;
+	} rails[KVIO_MAX_RAILS];
+};
+
 /*
  * A provider. All are called with the domain's lock held, except open and close.
  * Device addresses, dma-buf exports, completion channels: the provider's business.
@@ -168,9 +250,17 @@ struct kvio_nic_ops {
 	void (*close)(struct kvio_nic *nic);
 	int (*reg)(struct kvio_nic *nic, struct kvio_region *region);
 	int (*dereg)(struct kvio_nic *nic, struct kvio_region *region);
+	/* Rkeys of one region, as in kvio_region_ad: how many there are; at most `room` written.
+	 * NULL: this provider has none. */
+	int (*rkeys)(struct kvio_nic *nic, const struct kvio_region *region,
+		     uint64_t *slice_nbytes, uint32_t *out, uint32_t room);
+	/* A far table comes or goes; NULL: nothing to do. */
+	int (*far_open)(struct kvio_far *far);
+	void (*far_close)(struct kvio_far *far);
 	int (*qp_create)(struct kvio_nic *nic, const struct kvio_qp_params *params,
 			 struct kvio_qp **out);
-	int (*qp_connect)(struct kvio_qp *qp, const struct kvio_endpoint *remote);
+	/* `count`: rails of the other end. */
+	int (*qp_connect)(struct kvio_qp *qp, const struct kvio_endpoint *remote, uint32_t count);
 	int (*qp_query)(struct kvio_qp *qp, struct kvio_qp_info *out);
 	/* To the error state: what is queued flushes; at once where no device could write later. */
 	int (*qp_fail)(struct kvio_qp *qp);
@@ -192,9 +282,12 @@ struct kvio_nic_ops {
 	int (*event_fd)(struct kvio_nic *nic);
 	int (*arm)(struct kvio_nic *nic);
 	void (*counters)(struct kvio_nic *nic, struct kvio_counters *out);
+	/* NULL: nothing to tell. */
+	void (*info)(struct kvio_nic *nic, struct kvio_nic_info *out);
 };
 
 extern const struct kvio_nic_ops kvio_soft_ops;
+extern const struct kvio_nic_ops kvio_verbs_ops;
 
 /* ---- what users of a NIC call; these take the domain's lock ---- */
 
@@ -219,9 +312,21 @@ int kvio_nic_reg(struct kvio_nic *nic, uint64_t addr, uint64_t nbytes, uint32_t 
 		 uint64_t *key);
 int kvio_nic_dereg(struct kvio_nic *nic, uint64_t key);	/* -EBUSY in flight, -ENOENT unknown */
 
+/* The advertisement of a region that others may use: its length, or -ENOSPC if it is longer than
+ * room, -ENOENT for an unknown key, -EACCES if no remote access is given. */
+int64_t kvio_nic_describe(struct kvio_nic *nic, uint64_t key, void *out, size_t room);
+void kvio_nic_look(struct kvio_nic *nic, struct kvio_nic_info *out);
+
+/* num_rails: of the other end, as its queue pairs say; 0 where rkeys are not used. */
+int kvio_far_open(struct kvio_nic *nic, uint32_t num_rails, struct kvio_far **out);
+/* An advertisement came in; `mapping`: see kvio_rkeys. -EINVAL if it is malformed, -EEXIST. */
+int kvio_far_add(struct kvio_far *far, const void *ad, size_t nbytes, const void *mapping);
+int kvio_far_remove(struct kvio_far *far, uint64_t key);	/* -EBUSY in flight, -ENOENT */
+int kvio_far_close(struct kvio_far *far);		/* -EBUSY while a queue pair refers to it */
+
 int kvio_qp_create(struct kvio_nic *nic, const struct kvio_qp_params *params,
 		   struct kvio_qp **out);
-int kvio_qp_connect(struct kvio_qp *qp, const struct kvio_endpoint *remote);
+int kvio_qp_connect(struct kvio_qp *qp, const struct kvio_endpoint *remote, uint32_t count);
 int kvio_qp_query(struct kvio_qp *qp, struct kvio_qp_info *out);
 int kvio_qp_fail(struct kvio_qp *qp);
 int kvio_qp_reset(struct kvio_qp *qp);
@@ -272,5 +377,8 @@ int kvio_soft_fault(struct kvio_nic *nic, uint32_t fault, uint64_t nth, uint64_t
 
 /* The floor for benchmarks: one memcpy per work request, remote to local, nothing checked. */
 void kvio_memcpy_loop(const struct kvio_wr *wrs, size_t count);
+
+_Static_assert(sizeof(struct kvio_region_ad) == 40, "it travels");
+_Static_assert(sizeof(struct kvio_endpoint) == 36, "it travels");
 
 #endif

@@ -33,10 +33,10 @@ static int hold_add(struct kvio_batch *batch, struct kvio_region *region)
 	return 0;
 }
 
-/* Unknown keys are not held: they complete with an error. NULL: the far side is out of sight. */
-static int hold_key(struct kvio_batch *batch, const struct kvio_nic *nic, uint64_t key)
+/* Unknown keys are not held: they complete with an error. NULL: not connected. */
+static int hold_key(struct kvio_batch *batch, const struct kvio_table *table, uint64_t key)
 {
-	struct kvio_region *region = nic ? kvio_region_find(nic, key) : NULL;
+	struct kvio_region *region = table ? kvio_region_find(table, key) : NULL;
 	uint32_t first = batch->num_holds > 4 ? batch->num_holds - 4 : 0;
 
 	if (!region)
@@ -119,7 +119,7 @@ static struct kvio_batch *batch_new(struct kvio_qp *qp, uint32_t count)
 /* Once over the descriptors: shape, opcode, bytes, holds. */
 static int inspect(struct kvio_batch *batch, const struct kvio_post *post)
 {
-	const struct kvio_nic *nic = batch->nic, *peer = batch->qp->peer_nic;
+	const struct kvio_table *mine = &batch->nic->table, *peer = batch->qp->peer;
 	uint64_t lkey = 0, rkey = 0;
 	int rc = 0;
 
@@ -134,10 +134,10 @@ static int inspect(struct kvio_batch *batch, const struct kvio_post *post)
 			rc = hold_key(batch, peer, rkey = wr->rkey);
 		if (wr->num_sge == 0) {
 			if (wr->lkey != lkey && rc == 0)
-				rc = hold_key(batch, nic, lkey = wr->lkey);
+				rc = hold_key(batch, mine, lkey = wr->lkey);
 			continue;
 		}
-		if (wr->num_sge > nic->max_sge ||
+		if (wr->num_sge > batch->nic->max_sge ||
 		    (uint64_t)wr->sge_first + wr->num_sge > post->num_sges)
 			return -EINVAL;
 		for (uint32_t s = 0; s < wr->num_sge && rc == 0; s++) {
@@ -145,7 +145,7 @@ static int inspect(struct kvio_batch *batch, const struct kvio_post *post)
 
 			sum += sge->length;
 			if (sge->lkey != lkey)
-				rc = hold_key(batch, nic, lkey = sge->lkey);
+				rc = hold_key(batch, mine, lkey = sge->lkey);
 		}
 		if (rc == 0 && sum != wr->length)
 			return -EINVAL;

@@ -51,6 +51,8 @@ cdef extern from "kvio/nic.h" nogil:
         KVIO_LOCAL_WRITE
         KVIO_REMOTE_WRITE
         KVIO_REMOTE_READ
+        KVIO_MAX_RAILS
+        KVIO_NIC_BUSY_POLL
     struct kvio_nic:
         pass
     struct kvio_qp:
@@ -62,17 +64,53 @@ cdef extern from "kvio/nic.h" nogil:
     struct kvio_nic_ops:
         const char *name
     const kvio_nic_ops kvio_soft_ops
+    const kvio_nic_ops kvio_verbs_ops
     struct kvio_nic_params:
         const char *device
         kvio_fabric *fabric
         uint64_t bytes_per_s
+        uint64_t pd
+        int32_t gid_index
         uint32_t mtu
         uint32_t queue_depth
         uint32_t max_sge
+        uint32_t flags
+        char *why
+        size_t why_room
+    struct kvio_region_ad:
+        uint64_t key, addr, nbytes, slice_nbytes
+        uint32_t access, num_rkeys
+    struct kvio_far:
+        kvio_nic *nic
+        uint32_t num_rails
+        uint32_t qps
+    struct kvio_rail_info:
+        char device[64]
+        char netdev[32]
+        char link_layer[16]
+        char gid_type[16]
+        uint8_t gid[16]
+        int32_t gid_index
+        int32_t numa_node
+        uint32_t port
+        uint32_t mtu
+        uint32_t lid
+        uint32_t uses_wr_api
+        uint64_t bits_per_s
+    struct kvio_nic_info:
+        uint32_t num_rails
+        uint32_t max_sge
+        uint32_t max_sge_rd
+        uint32_t max_rd_atomic
+        uint64_t max_msg_nbytes
+        uint64_t pd
+        uint64_t context
+        kvio_rail_info rails[8]
     struct kvio_qp_params:
         uint8_t sl
         uint8_t tclass
         uint32_t depth
+        kvio_far *far
     struct kvio_endpoint:
         uint32_t qpn
         uint32_t psn
@@ -83,7 +121,8 @@ cdef extern from "kvio/nic.h" nogil:
         uint8_t tclass
         uint8_t gid[16]
     struct kvio_qp_info:
-        kvio_endpoint local
+        kvio_endpoint local[8]
+        uint32_t num_rails
         uint32_t state
         uint32_t depth
         uint32_t max_sge
@@ -131,8 +170,14 @@ cdef extern from "kvio/nic.h" nogil:
     int kvio_nic_reg(kvio_nic *nic, uint64_t addr, uint64_t nbytes, uint32_t access,
                      uint64_t *key)
     int kvio_nic_dereg(kvio_nic *nic, uint64_t key)
+    int64_t kvio_nic_describe(kvio_nic *nic, uint64_t key, void *out, size_t room)
+    void kvio_nic_look(kvio_nic *nic, kvio_nic_info *out)
+    int kvio_far_open(kvio_nic *nic, uint32_t num_rails, kvio_far **out)
+    int kvio_far_add(kvio_far *far, const void *ad, size_t nbytes, const void *mapping)
+    int kvio_far_remove(kvio_far *far, uint64_t key)
+    int kvio_far_close(kvio_far *far)
     int kvio_qp_create(kvio_nic *nic, const kvio_qp_params *params, kvio_qp **out)
-    int kvio_qp_connect(kvio_qp *qp, const kvio_endpoint *remote)
+    int kvio_qp_connect(kvio_qp *qp, const kvio_endpoint *remote, uint32_t count)
     int kvio_qp_query(kvio_qp *qp, kvio_qp_info *out)
     int kvio_qp_fail(kvio_qp *qp)
     int kvio_qp_reset(kvio_qp *qp)

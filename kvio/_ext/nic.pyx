@@ -9,16 +9,18 @@ import os
 cimport cython
 from cpython.buffer cimport (PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release,
                              PyObject_GetBuffer)
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
-from libc.errno cimport EBUSY
-from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memset
+from libc.errno cimport EBUSY, ENOSPC
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memcpy, memset
 
 from core cimport *
 
 LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ = KVIO_LOCAL_WRITE, KVIO_REMOTE_WRITE, KVIO_REMOTE_READ
 NUM_VL = KVIO_NUM_VL
 STATES = ("reset", "ready", "error")
+MAX_RAILS, BUSY_POLL = KVIO_MAX_RAILS, KVIO_NIC_BUSY_POLL
 DROP, DELAY, STATUS = 1, 2, 3               # enum kvio_soft_fault
 
 cdef char *INT32_FORMAT = b"i"
@@ -82,23 +84,39 @@ cdef class Fabric:
 
 @cython.no_gc_clear
 cdef class Nic:
-    """A soft NIC. `max_sge` bounds a work request's scatter-gather list."""
+    """A NIC of the provider "soft", on a fabric, or "verbs", on a device. `max_sge` bounds a work
+    request's scatter-gather list. OSError's text says what is missing."""
     cdef kvio_nic *_nic
-    cdef readonly Fabric fabric
+    cdef readonly str provider
+    cdef readonly Fabric fabric         # None: not soft
     cdef readonly dict owners           # key -> what keeps the region's memory alive
     cdef readonly bint closed
     cdef int calls                      # inside C without the GIL, on its queue pairs
     cdef int draining                   # of which on all of them at once
 
-    def __cinit__(self, Fabric fabric not None, uint64_t bytes_per_s, uint32_t mtu,
-                  uint32_t queue_depth, uint32_t max_sge):
+    def __cinit__(self, str provider, Fabric fabric=None, str device="", *,
+                  uint64_t bytes_per_s=0, uint32_t mtu=4096, uint32_t queue_depth=2048,
+                  uint32_t max_sge=16, int32_t gid_index=-1, uint64_t pd=0, uint32_t flags=0):
         cdef kvio_nic_params params
+        cdef const kvio_nic_ops *ops
+        cdef char why[512]
+        cdef bytes name = device.encode()
+        cdef int rc
+        if provider not in ("soft", "verbs") or (provider == "soft") != (fabric is not None):
+            raise ValueError("the provider is 'soft', with a fabric, or 'verbs', without")
+        ops = &kvio_soft_ops if provider == "soft" else &kvio_verbs_ops
         memset(&params, 0, sizeof(params))
-        params.fabric = fabric._fabric
+        params.device, params.pd, params.gid_index, params.flags = name, pd, gid_index, flags
+        if fabric is not None:
+            params.fabric = fabric._fabric
         params.bytes_per_s, params.mtu = bytes_per_s, mtu
         params.queue_depth, params.max_sge = queue_depth, max_sge
-        check(kvio_nic_open(&self._nic, &kvio_soft_ops, &params))
-        self.fabric, self.owners, self.closed = fabric, {}, False
+        why[0], params.why, params.why_room = 0, why, sizeof(why)
+        with nogil:
+            rc = kvio_nic_open(&self._nic, ops, &params)
+        if rc < 0:
+            raise OSError(-rc, why.decode(errors="replace") or os.strerror(-rc))
+        self.provider, self.fabric, self.owners, self.closed = provider, fabric, {}, False
 
     def __dealloc__(self):
         kvio_nic_free(self._nic)
@@ -121,6 +139,33 @@ cdef class Nic:
         self._check_open()
         check(kvio_nic_dereg(self._nic, key))
         del self.owners[key]
+
+    def describe(self, uint64_t key) -> bytes:
+        """What another process has to know of a region: see Far.add. ENOENT, EACCES."""
+        cdef bytes out
+        cdef int64_t length = 4096, room
+        self._check_open()
+        while True:
+            room = length
+            out = PyBytes_FromStringAndSize(NULL, room)
+            length = kvio_nic_describe(self._nic, key, PyBytes_AS_STRING(out), room)
+            if length != -ENOSPC:
+                check(<int>min(length, 0))
+                return out[:length]
+            length = 4 * room
+
+    def info(self) -> dict:
+        """What the provider says of its device; `rails` is a list."""
+        cdef kvio_nic_info c
+        self._check_open()
+        kvio_nic_look(self._nic, &c)
+        rails = [dict(device=r.device.decode(), netdev=r.netdev.decode(),
+                      link_layer=r.link_layer.decode(), gid_type=r.gid_type.decode(),
+                      gid=bytes(r.gid[:16]), gid_index=r.gid_index, numa_node=r.numa_node,
+                      port=r.port, mtu=r.mtu, lid=r.lid, uses_wr_api=bool(r.uses_wr_api),
+                      bits_per_s=r.bits_per_s) for r in c.rails[:c.num_rails]]
+        return dict(max_sge=c.max_sge, max_sge_rd=c.max_sge_rd, max_rd_atomic=c.max_rd_atomic,
+                    max_msg_nbytes=c.max_msg_nbytes, pd=c.pd, context=c.context, rails=rails)
 
     @property
     def in_flight(self) -> int:
@@ -185,19 +230,71 @@ cdef class Nic:
 
 
 @cython.no_gc_clear
+cdef class Far:
+    """The regions of the process at the other end of a connection, as we know them. num_rails: of
+    its queue pairs; 0 where rkeys are not used (soft)."""
+    cdef kvio_far *_far
+    cdef readonly Nic nic
+    cdef readonly dict owners           # key -> what keeps its mapping alive
+
+    def __cinit__(self, Nic nic not None, uint32_t num_rails):
+        nic._check_open()
+        check(kvio_far_open(nic._nic, num_rails, &self._far))
+        self.nic, self.owners = nic, {}
+
+    def __dealloc__(self):
+        if self._far is not NULL:
+            kvio_far_close(self._far)   # busy: a queue pair holds us, so it cannot be
+
+    cdef int _check_open(self) except -1:
+        if self._far is NULL:
+            raise ValueError("the connection is closed")
+        return 0
+
+    def add(self, const uint8_t[::1] ad not None, uint64_t mapping=0, owner=None):
+        """What the other end's Nic.describe gave. mapping: the address where its bytes are mapped
+        here. EINVAL: malformed; EEXIST."""
+        cdef kvio_region_ad head
+        self._check_open()
+        if ad.shape[0] < <Py_ssize_t>sizeof(head):
+            raise ValueError("the description of a region is cut short")
+        memcpy(&head, &ad[0], sizeof(head))
+        check(kvio_far_add(self._far, &ad[0], ad.shape[0], <const void *><uintptr_t>mapping))
+        self.owners[head.key] = owner
+
+    def remove(self, uint64_t key):
+        """The other end has taken a region back. EBUSY in flight, ENOENT."""
+        self._check_open()
+        check(kvio_far_remove(self._far, key))
+        del self.owners[key]
+
+    def close(self):
+        """EBUSY while a queue pair refers to it."""
+        if self._far is not NULL:
+            check(kvio_far_close(self._far))
+            self._far = NULL
+            self.owners.clear()
+
+
+@cython.no_gc_clear
 cdef class QueuePair:
     """One connection in one traffic class. `label` names it in errors."""
     cdef kvio_qp *_qp
     cdef int calls                      # as Nic.calls
     cdef readonly Nic nic
     cdef readonly Nic remote_nic        # held: its memory is read and written through this
+    cdef readonly Far far               # or another process's
     cdef public str label
 
-    def __cinit__(self, Nic nic not None, uint8_t sl, uint8_t tclass, uint32_t depth=0):
-        cdef kvio_qp_params params = kvio_qp_params(sl, tclass, depth)
+    def __cinit__(self, Nic nic not None, uint8_t sl, uint8_t tclass, uint32_t depth=0,
+                  Far far=None):
+        cdef kvio_qp_params params = kvio_qp_params(sl, tclass, depth, NULL)
         nic._check_open()
+        if far is not None:
+            far._check_open()
+            params.far = far._far
         check(kvio_qp_create(nic._nic, &params, &self._qp))
-        self.nic, self.label = nic, ""
+        self.nic, self.far, self.label = nic, far, ""
 
     def __dealloc__(self):
         # A NIC that was closed has destroyed it already. Busy: the NIC will.
@@ -226,17 +323,38 @@ cdef class QueuePair:
         if self.nic.fabric is not other.nic.fabric:
             raise ValueError("the two NICs are on different fabrics")
         check(kvio_qp_query(other._qp, &info))
-        check(kvio_qp_connect(self._qp, &info.local))
+        check(kvio_qp_connect(self._qp, info.local, info.num_rails))
         self.remote_nic = other.nic
+
+    def endpoints(self) -> bytes:
+        """This end, a kvio_endpoint a rail: what the other end has to know to connect."""
+        cdef kvio_qp_info info
+        self._check_open()
+        check(kvio_qp_query(self._qp, &info))
+        return PyBytes_FromStringAndSize(<char *>info.local, info.num_rails * sizeof(kvio_endpoint))
+
+    def connect_endpoints(self, const uint8_t[::1] other not None):
+        """To the other end, of which `endpoints` came over the wire. EINVAL: malformed."""
+        cdef kvio_endpoint ends[KVIO_MAX_RAILS]
+        self._check_open()
+        if other.shape[0] == 0 or other.shape[0] % sizeof(kvio_endpoint) or \
+                other.shape[0] > <Py_ssize_t>sizeof(ends):
+            raise ValueError("malformed endpoints")
+        memcpy(ends, &other[0], other.shape[0])
+        check(kvio_qp_connect(self._qp, ends, <uint32_t>(other.shape[0] // sizeof(kvio_endpoint))))
 
     def query(self) -> dict:
         """Read back from the device."""
         cdef kvio_qp_info info
         self._check_open()
         check(kvio_qp_query(self._qp, &info))
-        return dict(qpn=info.local.qpn, mtu=info.local.mtu, sl=info.local.sl,
-                    tclass=info.local.tclass, state=STATES[info.state], depth=info.depth,
-                    max_sge=info.max_sge, free=info.free, in_flight=info.in_flight)
+        local = info.local[0]
+        return dict(qpn=local.qpn, mtu=local.mtu, sl=local.sl, tclass=local.tclass,
+                    rails=[dict(qpn=e.qpn, psn=e.psn, mtu=e.mtu, rd_atomic=e.rd_atomic, lid=e.lid,
+                                sl=e.sl, tclass=e.tclass, gid=bytes(e.gid[:16]))
+                           for e in info.local[:info.num_rails]],
+                    state=STATES[info.state], depth=info.depth, max_sge=info.max_sge,
+                    free=info.free, in_flight=info.in_flight)
 
     def fail(self):
         """Into the error state: what is queued flushes."""
@@ -301,124 +419,4 @@ cdef class QueuePair:
         return batch
 
 
-@cython.no_gc
-cdef class Batch:
-    """The handle of a transfer: see kvio.completion for the protocol. Until it has been posted it
-    is pending, not drained: whoever looks must not take its memory for free."""
-    cdef kvio_batch *_batch
-    cdef kvio_batch_info _info
-    cdef bint _pending
-    cdef readonly QueuePair qp
-    cdef Py_ssize_t _shape[1]
-    cdef Py_ssize_t _strides[1]
-
-    def __cinit__(self):
-        self._pending = True
-
-    def __dealloc__(self):
-        if self._batch is not NULL:
-            kvio_batch_put(self._batch)
-
-    @property
-    def submitted(self) -> bool:
-        """Has a queue pair had it?"""
-        return self._batch is not NULL
-
-    def abandon(self):
-        """It was not and will not be posted."""
-        self._pending = False
-
-    cdef kvio_batch *had(self) except NULL:
-        if self._batch is NULL:
-            raise ValueError("the batch was not posted")
-        return self._batch
-
-    cdef bint _look(self) noexcept:
-        cdef kvio_batch_info info
-        kvio_batch_look(self._batch, &info)
-        self._info = info
-        return info.drained
-
-    def poll(self) -> bool:
-        """Drive without blocking; True once every element has drained."""
-        if self._batch is NULL or self._pending:
-            return not self._pending
-        if self._info.drained:
-            return True
-        if self.qp.nic.closed:
-            return self._look()
-        with nogil:
-            kvio_batch_poll(self._batch)
-        return self._look()
-
-    def wait(self, timeout=None) -> bool:
-        """Drive or sleep without the GIL, at most `timeout` seconds."""
-        cdef uint64_t left = nanoseconds(timeout), nap
-        cdef int done
-        if self.poll() or self._pending:
-            return not self._pending
-        while left:
-            nap = min(left, SLICE_NS)
-            with nogil:
-                done = kvio_batch_wait(self._batch, nap)
-            if done:
-                return self._look()
-            PyErr_CheckSignals()
-            left -= nap
-        return False
-
-    def cancel(self):
-        """Give up what has not started; wait() for the rest."""
-        if self._pending or self.poll():
-            return
-        self.qp._enter()
-        with nogil:
-            kvio_batch_cancel(self._batch)
-        self.qp._leave()
-
-    def fileno(self) -> int:
-        """An eventfd, readable once drained."""
-        return check(kvio_batch_event_fd(self.had()))
-
-    def drive_fd(self) -> int:
-        """The fabric's timerfd."""
-        return self.qp.nic.drive_fd()
-
-    @property
-    def status(self):
-        """int32 per element: 0, -EINPROGRESS or -errno. A view that follows the batch."""
-        return memoryview(self)
-
-    def stats(self) -> dict:
-        self._look()
-        return dict(nbytes=self._info.nbytes, submitted_ns=self._info.submitted_ns,
-                    completed_ns=self._info.completed_ns if self._info.drained else None)
-
-    def explain(self, uint32_t element) -> str:
-        """Why an element failed: work completion status by name, where, and what to try."""
-        if element >= self._info.count:
-            raise IndexError(element)
-        name = wc_name(self._info.codes[element])
-        hint = HINTS.get(name)
-        return f"{name} ({self.qp.label})" + (f": {hint}" if hint else "")
-
-    def __getbuffer__(self, Py_buffer *view, int flags):
-        if flags & PyBUF_WRITABLE:
-            raise BufferError("the status is read-only")
-        self._shape[0], self._strides[0] = self._info.count, sizeof(int32_t)
-        view.buf, view.obj = <void *>self._info.status, self
-        view.len, view.itemsize = self._info.count * sizeof(int32_t), sizeof(int32_t)
-        view.readonly, view.ndim = 1, 1
-        view.format = INT32_FORMAT if flags & PyBUF_FORMAT else NULL
-        view.shape, view.strides = self._shape, self._strides
-        view.suboffsets, view.internal = NULL, NULL
-
-
-def memcpy_loop(wrs):
-    """One memcpy per work request, remote to local, in C, nothing checked: benchmarks' floor."""
-    cdef Py_buffer view
-    PyObject_GetBuffer(wrs, &view, PyBUF_C_CONTIGUOUS)
-    cdef size_t count = view.len // sizeof(kvio_wr)
-    with nogil:
-        kvio_memcpy_loop(<const kvio_wr *>view.buf, count)
-    PyBuffer_Release(&view)
+include "nic_batch.pxi"

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #ifndef KVIO_NIC_IMPL_H
 #define KVIO_NIC_IMPL_H
-/* What nicbase.c, batch.c and the providers know of each other, under the domain's lock. */
+/* What nicbase.c, nic_region.c, batch.c and the providers know of each other, under the domain's
+ * lock. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,8 +19,7 @@ struct kvio_nic {
 	struct kvio_domain *domain;
 	struct kvio_nic *next;		/* of the domain */
 	struct kvio_qp *qps;
-	struct kvio_region **regions;
-	uint32_t num_regions;		/* length of the table, holes included */
+	struct kvio_table table;	/* its regions */
 	uint32_t queue_depth;
 	uint32_t max_sge;
 	struct kvio_batch **batches;	/* by the upper half of the wr_id; NULL: free */
@@ -32,7 +32,8 @@ struct kvio_nic {
 /* A provider's queue pair starts with this. */
 struct kvio_qp {
 	struct kvio_nic *nic;
-	struct kvio_nic *peer_nic;	/* where rkeys can be held; NULL: out of sight */
+	const struct kvio_table *peer;	/* the other end's regions; NULL: unconnected */
+	struct kvio_far *far;		/* they are another process's */
 	struct kvio_qp *next;		/* of the NIC */
 	struct kvio_batch *first_waiting, *last_waiting;	/* not posted to the end yet */
 	uint32_t depth;
@@ -98,10 +99,10 @@ static inline uint64_t kvio_monotonic_ns(void)
 	return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-static inline struct kvio_region *kvio_region_find(const struct kvio_nic *nic, uint64_t key)
+static inline struct kvio_region *kvio_region_find(const struct kvio_table *table, uint64_t key)
 {
 	uint32_t index = (uint32_t)key & KVIO_INDEX_MASK;
-	struct kvio_region *region = index < nic->num_regions ? nic->regions[index] : NULL;
+	struct kvio_region *region = index < table->length ? table->regions[index] : NULL;
 
 	return region && region->key == key ? region : NULL;
 }
@@ -114,7 +115,13 @@ static inline bool kvio_region_covers(const struct kvio_region *region, uint64_t
 	       addr - region->addr <= region->nbytes - length;
 }
 
-/* Between nicbase.c and batch.c, the lock held. */
+static inline const struct kvio_rkeys *kvio_rkeys_of(const struct kvio_region *far_region)
+{
+	return far_region->provider;
+}
+
+/* Between the files, the lock held. */
+int kvio_region_dereg_locked(struct kvio_nic *nic, uint64_t key);
 void kvio_batch_dispatch(struct kvio_nic *nic);
 void kvio_batch_feed(struct kvio_qp *qp);
 int kvio_batch_cancel_locked(struct kvio_batch *batch);

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What all providers share: NICs of a domain, the region table, queue pairs. */
-#include <sys/random.h>
-
+/* What all providers share: the NICs of a domain and their queue pairs, names of statuses. */
 #include "nic_impl.h"
 
 static const struct {
@@ -12,12 +10,20 @@ static const struct {
 	{ KVIO_WC_SUCCESS, 0, "SUCCESS" },
 	{ KVIO_WC_LOC_LEN_ERR, EMSGSIZE, "LOC_LEN_ERR" },
 	{ KVIO_WC_LOC_QP_OP_ERR, EINVAL, "LOC_QP_OP_ERR" },
+	{ KVIO_WC_LOC_EEC_OP_ERR, EINVAL, "LOC_EEC_OP_ERR" },
 	{ KVIO_WC_LOC_PROT_ERR, EFAULT, "LOC_PROT_ERR" },
 	{ KVIO_WC_WR_FLUSH_ERR, ECONNABORTED, "WR_FLUSH_ERR" },
+	{ KVIO_WC_MW_BIND_ERR, EINVAL, "MW_BIND_ERR" },
+	{ KVIO_WC_BAD_RESP_ERR, EPROTO, "BAD_RESP_ERR" },
+	{ KVIO_WC_LOC_ACCESS_ERR, EACCES, "LOC_ACCESS_ERR" },
 	{ KVIO_WC_REM_INV_REQ_ERR, EBADRQC, "REM_INV_REQ_ERR" },
 	{ KVIO_WC_REM_ACCESS_ERR, EACCES, "REM_ACCESS_ERR" },
 	{ KVIO_WC_REM_OP_ERR, EREMOTEIO, "REM_OP_ERR" },
 	{ KVIO_WC_RETRY_EXC_ERR, ETIMEDOUT, "RETRY_EXC_ERR" },
+	{ KVIO_WC_RNR_RETRY_EXC_ERR, ETIMEDOUT, "RNR_RETRY_EXC_ERR" },
+	{ KVIO_WC_REM_ABORT_ERR, ECONNRESET, "REM_ABORT_ERR" },
+	{ KVIO_WC_FATAL_ERR, EIO, "FATAL_ERR" },
+	{ KVIO_WC_RESP_TIMEOUT_ERR, ETIMEDOUT, "RESP_TIMEOUT_ERR" },
 	{ KVIO_WC_GENERAL_ERR, EIO, "GENERAL_ERR" },
 	{ KVIO_WC_CANCELED, ECANCELED, "CANCELED" },
 };
@@ -36,115 +42,6 @@ int kvio_wc_errno(uint32_t status)
 		if (wc_table[i].status == status)
 			return -wc_table[i].code;
 	return -EIO;
-}
-
-/* ---- regions ---- */
-
-/*
- * Generations start at random and rise over all NICs of the process: a key is never repeated,
- * and one kept from another run is refused instead of naming somebody's memory.
- */
-static uint64_t next_generation(void)
-{
-	static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-	static uint64_t generation;
-	uint64_t mine;
-
-	pthread_mutex_lock(&lock);
-	if (generation == 0) {
-		if (getrandom(&generation, sizeof(generation), GRND_NONBLOCK) !=
-		    (ssize_t)sizeof(generation))
-			generation = kvio_monotonic_ns();
-		generation &= UINT64_MAX >> (KVIO_INDEX_BITS + 1);	/* room to rise */
-	}
-	mine = ++generation;
-	pthread_mutex_unlock(&lock);
-	return mine;
-}
-
-static int region_place(struct kvio_nic *nic, uint32_t *index)
-{
-	struct kvio_region **larger;
-	uint32_t length = nic->num_regions;
-
-	for (uint32_t i = 0; i < length; i++) {
-		if (!nic->regions[i]) {
-			*index = i;
-			return 0;
-		}
-	}
-	if (length > KVIO_INDEX_MASK / 2)
-		return -ENOSPC;
-	larger = realloc(nic->regions, (2 * (size_t)length + 8) * sizeof(*larger));
-	if (!larger)
-		return -ENOMEM;
-	nic->regions = larger;
-	nic->num_regions = 2 * length + 8;
-	memset(larger + length, 0, (nic->num_regions - length) * sizeof(*larger));
-	*index = length;
-	return 0;
-}
-
-int kvio_nic_reg(struct kvio_nic *nic, uint64_t addr, uint64_t nbytes, uint32_t access,
-		 uint64_t *key)
-{
-	struct kvio_region *region;
-	uint32_t index = 0;
-	int rc;
-
-	if (addr == 0 || nbytes == 0 || addr + nbytes < addr)
-		return -EINVAL;
-	if (access & ~(uint32_t)(KVIO_LOCAL_WRITE | KVIO_REMOTE_WRITE | KVIO_REMOTE_READ))
-		return -EINVAL;
-	if ((access & KVIO_REMOTE_WRITE) && !(access & KVIO_LOCAL_WRITE))
-		return -EINVAL;		/* as in verbs */
-	region = calloc(1, sizeof(*region));
-	if (!region)
-		return -ENOMEM;
-	kvio_lock(nic);
-	rc = region_place(nic, &index);
-	if (rc == 0) {
-		*region = (struct kvio_region){
-			.addr = addr, .nbytes = nbytes, .access = access,
-			.key = next_generation() << KVIO_INDEX_BITS | index,
-		};
-		rc = nic->ops->reg(nic, region);
-	}
-	if (rc == 0) {
-		nic->regions[index] = region;
-		*key = region->key;
-	}
-	kvio_unlock(nic);
-	if (rc < 0)
-		free(region);
-	return rc;
-}
-
-static int dereg_locked(struct kvio_nic *nic, uint64_t key)
-{
-	struct kvio_region *region = kvio_region_find(nic, key);
-	int rc;
-
-	if (!region)
-		return -ENOENT;
-	if (region->holds)
-		return -EBUSY;
-	rc = nic->ops->dereg(nic, region);
-	if (rc < 0)
-		return rc;
-	nic->regions[(uint32_t)key & KVIO_INDEX_MASK] = NULL;
-	free(region);
-	return 0;
-}
-
-int kvio_nic_dereg(struct kvio_nic *nic, uint64_t key)
-{
-	int rc;
-
-	kvio_lock(nic);
-	rc = dereg_locked(nic, key);
-	kvio_unlock(nic);
-	return rc;
 }
 
 /* ---- NICs ---- */
@@ -179,6 +76,8 @@ static void qp_destroy_locked(struct kvio_qp *qp)
 	while (*link != qp)
 		link = &(*link)->next;
 	*link = qp->next;
+	if (qp->far)
+		qp->far->qps--;
 	qp->nic->ops->qp_destroy(qp);
 }
 
@@ -189,9 +88,9 @@ static void close_locked(struct kvio_nic *nic)
 
 	while (nic->qps)
 		qp_destroy_locked(nic->qps);
-	for (uint32_t i = 0; i < nic->num_regions; i++)
-		if (nic->regions[i])
-			dereg_locked(nic, nic->regions[i]->key);
+	for (uint32_t i = 0; i < nic->table.length; i++)
+		if (nic->table.regions[i])
+			kvio_region_dereg_locked(nic, nic->table.regions[i]->key);
 	while (*link != nic)
 		link = &(*link)->next;
 	*link = nic->next;
@@ -204,8 +103,8 @@ int kvio_nic_close(struct kvio_nic *nic)
 
 	kvio_lock(nic);
 	busy = nic->in_flight != 0;
-	for (uint32_t i = 0; i < nic->num_regions && !busy; i++)
-		busy = nic->regions[i] && nic->regions[i]->holds;
+	for (uint32_t i = 0; i < nic->table.length && !busy; i++)
+		busy = nic->table.regions[i] && nic->table.regions[i]->holds;
 	if (!busy && !nic->closed)
 		close_locked(nic);
 	kvio_unlock(nic);
@@ -225,7 +124,7 @@ void kvio_nic_free(struct kvio_nic *nic)
 	if (!nic->closed)
 		close_locked(nic);
 	kvio_unlock(nic);
-	free(nic->regions);
+	free(nic->table.regions);
 	free(nic->batches);
 	nic->ops->close(nic);
 }
@@ -324,6 +223,15 @@ uint64_t kvio_nic_clock(struct kvio_nic *nic)
 	return now;
 }
 
+void kvio_nic_look(struct kvio_nic *nic, struct kvio_nic_info *out)
+{
+	memset(out, 0, sizeof(*out));
+	kvio_lock(nic);
+	if (nic->ops->info)
+		nic->ops->info(nic, out);
+	kvio_unlock(nic);
+}
+
 void kvio_nic_counters(struct kvio_nic *nic, struct kvio_counters *out)
 {
 	kvio_lock(nic);
@@ -342,7 +250,8 @@ int kvio_qp_create(struct kvio_nic *nic, const struct kvio_qp_params *params,
 
 	if (asked.depth == 0)
 		asked.depth = nic->queue_depth;
-	if (asked.sl >= KVIO_NUM_SL || asked.depth > nic->queue_depth)
+	if (asked.sl >= KVIO_NUM_SL || asked.depth > nic->queue_depth ||
+	    (asked.far && asked.far->nic != nic))
 		return -EINVAL;
 	kvio_lock(nic);
 	rc = nic->ops->qp_create(nic, &asked, &qp);
@@ -351,6 +260,9 @@ int kvio_qp_create(struct kvio_nic *nic, const struct kvio_qp_params *params,
 		qp->depth = asked.depth;
 		qp->sl = asked.sl;
 		qp->tclass = asked.tclass;
+		qp->far = asked.far;
+		if (qp->far)
+			qp->far->qps++;
 		qp->next = nic->qps;
 		nic->qps = qp;
 		*out = qp;
@@ -359,12 +271,14 @@ int kvio_qp_create(struct kvio_nic *nic, const struct kvio_qp_params *params,
 	return rc;
 }
 
-int kvio_qp_connect(struct kvio_qp *qp, const struct kvio_endpoint *remote)
+int kvio_qp_connect(struct kvio_qp *qp, const struct kvio_endpoint *remote, uint32_t count)
 {
 	int rc;
 
+	if (count == 0 || count > KVIO_MAX_RAILS)
+		return -EINVAL;
 	kvio_lock(qp->nic);
-	rc = qp->nic->ops->qp_connect(qp, remote);
+	rc = qp->nic->ops->qp_connect(qp, remote, count);
 	kvio_unlock(qp->nic);
 	return rc;
 }

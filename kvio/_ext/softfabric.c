@@ -5,8 +5,7 @@
  * Each queue pair offers one packet at a time. It starts once its doorbell has rung, the packet
  * before it has ended, and both the sending port and the receiving port are free; it occupies
  * each port for bytes / rate of that port and ends when both are done. The receiving port stands
- * for the switch port that faces it, so both ends arbitrate: of the packets that could start now,
- * each receiving port grants one, and a sending port takes one of its grants.
+ * for the switch port that faces it, so both ends arbitrate (softport.c).
  */
 #include <sys/timerfd.h>
 #include <unistd.h>
@@ -59,95 +58,6 @@ int soft_busy_room(struct kvio_fabric *fabric)
 	fabric->busy = larger;
 	fabric->max_busy = room;
 	return 0;
-}
-
-/* ---- which packet next ---- */
-
-/* The seam for the two-table arbiter of InfiniBand: here round robin over the VLs that wait. */
-static uint32_t arbiter_pick(const struct soft_arbiter *arbiter, uint32_t mask)
-{
-	uint32_t vl = arbiter->last;
-
-	do
-		vl = (vl + 1) % KVIO_NUM_VL;
-	while (!(mask & 1u << vl));
-	return vl;
-}
-
-static void arbiter_sent(struct soft_arbiter *arbiter, uint32_t vl, uint64_t nbytes)
-{
-	arbiter->last = vl;
-}
-
-static uint32_t vl_of(const struct soft_qp *qp)
-{
-	return qp->sl % KVIO_NUM_VL;
-}
-
-/* First come, first served. The tie-break depends on nothing that late driving could change. */
-static bool is_older(const struct soft_qp *a, const struct soft_qp *b)
-{
-	return !b || a->ready < b->ready || (a->ready == b->ready && a->qpn < b->qpn);
-}
-
-static bool is_waiting(const struct soft_qp *qp)
-{
-	return qp->cur != qp->tail;
-}
-
-static uint64_t earliest_start(const struct soft_qp *qp)
-{
-	uint64_t start = qp->ready;
-
-	if (!qp->bad) {
-		start = qp->source->tx.free > start ? qp->source->tx.free : start;
-		start = qp->sink->rx.free > start ? qp->sink->rx.free : start;
-	}
-	return start;
-}
-
-/* Of the packets that can start at `time` (qp->start says so): the one that does. */
-static struct soft_qp *choose(struct kvio_fabric *fabric, uint64_t time)
-{
-	struct soft_qp *first = NULL, *bad = NULL, *chosen = NULL, *qp;
-	struct soft_nic *source;
-	uint32_t vl;
-
-#define FOR_EACH_CANDIDATE					\
-	for (uint32_t i = 0; i < fabric->num_busy; i++)		\
-		if (qp = fabric->busy[i], is_waiting(qp) && qp->start == time)
-	FOR_EACH_CANDIDATE {
-		if (qp->bad) {
-			bad = is_older(qp, bad) ? qp : bad;
-			continue;
-		}
-		qp->source->tx.mask = qp->sink->rx.mask = 0;
-		qp->sink->grant = NULL;
-	}
-	if (bad)
-		return bad;
-	FOR_EACH_CANDIDATE
-		qp->sink->rx.mask |= 1u << vl_of(qp);
-	FOR_EACH_CANDIDATE {
-		struct soft_nic *sink = qp->sink;
-
-		if (vl_of(qp) == arbiter_pick(&sink->rx.arbiter, sink->rx.mask) &&
-		    is_older(qp, sink->grant))
-			sink->grant = qp;
-	}
-	FOR_EACH_CANDIDATE {
-		if (qp->sink->grant != qp)
-			continue;
-		qp->source->tx.mask |= 1u << vl_of(qp);
-		first = is_older(qp, first) ? qp : first;
-	}
-	source = first->source;
-	vl = arbiter_pick(&source->tx.arbiter, source->tx.mask);
-	FOR_EACH_CANDIDATE
-		if (qp->sink->grant == qp && qp->source == source && vl_of(qp) == vl)
-			chosen = is_older(qp, chosen) ? qp : chosen;
-#undef FOR_EACH_CANDIDATE
-	return chosen;
 }
 
 /* ---- sending ---- */
@@ -244,8 +154,8 @@ static uint64_t send_packets(struct soft_qp *qp, uint64_t until, bool alone)
 		sink->counters.rx_packets += run.packets;
 		sink->counters.rx_bytes[qp->sl] += run.nbytes;
 	}
-	arbiter_sent(&source->tx.arbiter, vl_of(qp), run.nbytes);
-	arbiter_sent(&sink->rx.arbiter, vl_of(qp), run.nbytes);
+	soft_arbiter_sent(&source->tx.arbiter, soft_vl_of(qp), run.nbytes);
+	soft_arbiter_sent(&sink->rx.arbiter, soft_vl_of(qp), run.nbytes);
 	tx_end = occupy(&source->tx, source, &run, qp->mtu, last_start);
 	rx_end = occupy(&sink->rx, sink, &run, qp->mtu, last_start);
 	qp->ready = tx_end > rx_end ? tx_end : rx_end;
@@ -294,9 +204,9 @@ int soft_drive(struct kvio_nic *nic, uint64_t now_ns)
 
 				visible = end < visible ? end : visible;
 			}
-			if (is_waiting(each)) {
+			if (soft_is_waiting(each)) {
 				waiting++;
-				each->start = earliest_start(each);
+				each->start = soft_earliest_start(each);
 				if (each->start < start) {
 					start = each->start;
 					qp = each;
@@ -314,7 +224,7 @@ int soft_drive(struct kvio_nic *nic, uint64_t now_ns)
 		}
 		fabric->time = start > fabric->time ? start : fabric->time;
 		if (waiting > 1)
-			qp = choose(fabric, start);
+			qp = soft_choose(fabric, start);
 		if (qp->bad)
 			soft_finish(qp, start, qp->bad);
 		else
@@ -339,7 +249,7 @@ static uint64_t next_visible_ns(const struct kvio_fabric *fabric)
 			uint32_t signal = soft_wqe_at(qp, qp->cur)->signal_seq;
 			uint64_t left = soft_wqe_at(qp, signal)->end_bytes - qp->sent_bytes;
 
-			when = earliest_start(qp);
+			when = soft_earliest_start(qp);
 			tx = qp->bad ? 0 : qp->source->bytes_per_s;
 			rx = qp->bad ? 0 : qp->sink->bytes_per_s;
 			rate = tx && (tx < rx || !rx) ? tx : rx;

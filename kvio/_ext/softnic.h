@@ -2,8 +2,9 @@
 #ifndef KVIO_SOFTNIC_H
 #define KVIO_SOFTNIC_H
 /*
- * The soft provider: softnic.c is the NIC (queues, posting, errors), softfabric.c the network
- * between NICs (which packet moves when, and the copying).
+ * The soft provider: softnic.c is the NIC, softqueue.c its send queues (posting, checks, errors),
+ * softport.c who may send next on a port, softfabric.c the network between NICs (which packet
+ * moves when, and the copying).
  *
  * Time is link time, in ticks of 1/256 ns since the fabric was made, so that a packet's time is
  * exact to 0.4 % even at 1 ns and a fabric lives for two years. It lags the clock: whoever drives
@@ -116,6 +117,33 @@ static inline uint64_t soft_ns(const struct kvio_fabric *fabric, uint64_t ticks)
 	return fabric->epoch_ns + (ticks + SOFT_TICKS - 1) / SOFT_TICKS;
 }
 
+static inline uint32_t soft_vl_of(const struct soft_qp *qp)
+{
+	return qp->sl % KVIO_NUM_VL;
+}
+
+static inline bool soft_is_waiting(const struct soft_qp *qp)
+{
+	return qp->cur != qp->tail;
+}
+
+static inline uint64_t soft_earliest_start(const struct soft_qp *qp)
+{
+	uint64_t start = qp->ready;
+
+	if (!qp->bad) {
+		start = qp->source->tx.free > start ? qp->source->tx.free : start;
+		start = qp->sink->rx.free > start ? qp->sink->rx.free : start;
+	}
+	return start;
+}
+
+/* softport.c: of the packets that can start at `time` (qp->start says so) the one that does; told
+ * of what has been sent. */
+struct soft_qp *soft_choose(struct kvio_fabric *fabric, uint64_t time);
+void soft_arbiter_sent(struct soft_arbiter *arbiter, uint32_t vl, uint64_t nbytes);
+
+/* softfabric.c */
 uint64_t soft_clock_ns(const struct kvio_fabric *fabric);
 void soft_busy_add(struct kvio_fabric *fabric, struct soft_qp *qp);
 int soft_busy_room(struct kvio_fabric *fabric);
@@ -125,8 +153,11 @@ int soft_sleep(struct kvio_nic *nic, uint64_t timeout_ns);
 int soft_event_fd(struct kvio_nic *nic);
 int soft_arm(struct kvio_nic *nic);
 
-/* softnic.c: look at the message at cur (skipping what was given up); end the message at cur;
- * put the queue pair in error. */
+/* softqueue.c: post, poll and cancel as in kvio_nic_ops; look at the message at cur (skipping what
+ * was given up); end the message at cur; put the queue pair in error. */
+int soft_post(struct kvio_qp *base, const struct kvio_post *post);
+int soft_poll(struct kvio_nic *base, struct kvio_wc *wc, uint32_t count);
+int soft_cancel(struct kvio_qp *base, uint64_t wr_id, uint32_t count);
 void soft_load(struct soft_qp *qp);
 void soft_skip_silent(struct soft_qp *qp);
 void soft_finish(struct soft_qp *qp, uint64_t end, uint32_t status);

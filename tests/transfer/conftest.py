@@ -1,8 +1,11 @@
 """NICs for the tests: of every provider (`provider`), or soft ones in virtual time (`virtual`)."""
+import uuid
+
 import pytest
 
 from kvio.errors import BackendUnavailable
 from kvio.transfer import Fabric, Nic
+from nics import Pair
 from require import parts_used, required, skip_or_fail
 
 DEVICES = {"soft": "soft", "verbs": "verbs:rxe0", "cuda": "cuda:0"}
@@ -36,6 +39,11 @@ def provider(request):
     yield open_nic
     for nic in opened:
         nic.close(cancel=True)
+
+
+@pytest.fixture
+def pair(provider):
+    return Pair(provider, address=uuid.uuid4().hex)
 
 
 @pytest.fixture

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+# Batches: part of nic.pyx.
+
+@cython.no_gc
+cdef class Batch:
+    """The handle of a transfer: see kvio.completion for the protocol. Until it has been posted it
+    is pending, not drained: whoever looks must not take its memory for free."""
+    cdef kvio_batch *_batch
+    cdef kvio_batch_info _info
+    cdef bint _pending
+    cdef readonly QueuePair qp
+    cdef Py_ssize_t _shape[1]
+    cdef Py_ssize_t _strides[1]
+
+    def __cinit__(self):
+        self._pending = True
+
+    def __dealloc__(self):
+        if self._batch is not NULL:
+            kvio_batch_put(self._batch)
+
+    @property
+    def submitted(self) -> bool:
+        """Has a queue pair had it?"""
+        return self._batch is not NULL
+
+    def abandon(self):
+        """It was not and will not be posted."""
+        self._pending = False
+
+    cdef kvio_batch *had(self) except NULL:
+        if self._batch is NULL:
+            raise ValueError("the batch was not posted")
+        return self._batch
+
+    cdef bint _look(self) noexcept:
+        cdef kvio_batch_info info
+        kvio_batch_look(self._batch, &info)
+        self._info = info
+        return info.drained
+
+    def poll(self) -> bool:
+        """Drive without blocking; True once every element has drained."""
+        if self._batch is NULL or self._pending:
+            return not self._pending
+        if self._info.drained:
+            return True
+        if self.qp.nic.closed:
+            return self._look()
+        with nogil:
+            kvio_batch_poll(self._batch)
+        return self._look()
+
+    def wait(self, timeout=None) -> bool:
+        """Drive or sleep without the GIL, at most `timeout` seconds."""
+        cdef uint64_t left = nanoseconds(timeout), nap
+        cdef int done
+        if self.poll() or self._pending:
+            return not self._pending
+        while left:
+            nap = min(left, SLICE_NS)
+            with nogil:
+                done = kvio_batch_wait(self._batch, nap)
+            if done:
+                return self._look()
+            PyErr_CheckSignals()
+            left -= nap
+        return False
+
+    def cancel(self):
+        """Give up what has not started; wait() for the rest."""
+        if self._pending or self.poll():
+            return
+        self.qp._enter()
+        with nogil:
+            kvio_batch_cancel(self._batch)
+        self.qp._leave()
+
+    def fileno(self) -> int:
+        """An eventfd, readable once drained."""
+        return check(kvio_batch_event_fd(self.had()))
+
+    def drive_fd(self) -> int:
+        """The fabric's timerfd."""
+        return self.qp.nic.drive_fd()
+
+    @property
+    def status(self):
+        """int32 per element: 0, -EINPROGRESS or -errno. A view that follows the batch."""
+        return memoryview(self)
+
+    def stats(self) -> dict:
+        self._look()
+        return dict(nbytes=self._info.nbytes, submitted_ns=self._info.submitted_ns,
+                    completed_ns=self._info.completed_ns if self._info.drained else None)
+
+    def explain(self, uint32_t element) -> str:
+        """Why an element failed: work completion status by name, where, and what to try."""
+        if element >= self._info.count:
+            raise IndexError(element)
+        name = wc_name(self._info.codes[element])
+        hint = HINTS.get(name)
+        return f"{name} ({self.qp.label})" + (f": {hint}" if hint else "")
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        if flags & PyBUF_WRITABLE:
+            raise BufferError("the status is read-only")
+        self._shape[0], self._strides[0] = self._info.count, sizeof(int32_t)
+        view.buf, view.obj = <void *>self._info.status, self
+        view.len, view.itemsize = self._info.count * sizeof(int32_t), sizeof(int32_t)
+        view.readonly, view.ndim = 1, 1
+        view.format = INT32_FORMAT if flags & PyBUF_FORMAT else NULL
+        view.shape, view.strides = self._shape, self._strides
+        view.suboffsets, view.internal = NULL, NULL
+
+
+def memcpy_loop(wrs):
+    """One memcpy per work request, remote to local, in C, nothing checked: benchmarks' floor."""
+    cdef Py_buffer view
+    PyObject_GetBuffer(wrs, &view, PyBUF_C_CONTIGUOUS)
+    cdef size_t count = view.len // sizeof(kvio_wr)
+    with nogil:
+        kvio_memcpy_loop(<const kvio_wr *>view.buf, count)
+    PyBuffer_Release(&view)

@@ -1,0 +1,42 @@
+"""What a provider adds to the handshake between two processes.
+
+The handshake (remote.py) is the same for all providers. It asks the carrier of its NIC for what
+the other end needs, and gives the other end's answer back. Descriptors of open files can only
+travel over a Unix socket, so only "soft" uses them.
+"""
+from kvio._ext import nic as _nic
+
+
+class Carrier:
+    """The carrier of verbs: everything stands in the endpoints and the regions' descriptions."""
+
+    needs_fds = False           # True: the connection has to be a Unix socket
+
+    def __init__(self, nic):
+        self.nic = nic
+
+    def offer(self) -> tuple[dict, list]:
+        """Sent to the other end before `attach`: plain JSON data, and descriptors of open files
+        (which stay ours)."""
+        return {}, []
+
+    def attach(self, num_rails: int, offer: dict, fds: list) -> _nic.Far:
+        """The other end's offer is here (we own its fds, and close them if we raise): the table
+        for its regions, in which queue pairs can then be created."""
+        return _nic.Far(self.nic._ext, num_rails)
+
+    def describe(self, region) -> tuple[bytes, int | None]:
+        """What a peer has to know of one of our regions, and the descriptor that goes with it."""
+        return self.nic._ext.describe(region.key), None
+
+    def add(self, far, ad: bytes, fd: int | None) -> None:
+        """A region of the other end: into the table. OSError (EINVAL) or ValueError: malformed."""
+        far.add(ad)
+
+    def remove(self, far, key: int) -> None:
+        """The other end has taken it back. OSError EBUSY: a transfer in flight names it."""
+        far.remove(key)
+
+    def detach(self, far) -> None:
+        """The connection is over, its queue pairs are closed."""
+        far.close()

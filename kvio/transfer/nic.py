@@ -1,0 +1,256 @@
+"""NICs: opening, registered memory, connections, figures."""
+import enum
+import errno
+import warnings
+
+import numpy as np
+
+from kvio import memory
+from kvio._ext import nic as _nic
+from kvio.errors import BackendUnavailable, Busy, Closed, InvalidArgument, TransferError
+from kvio.transfer import remote, verbs
+from kvio.transfer.classes import COLLECTIVE, KV, TrafficClass, class_list
+from kvio.transfer.fabric import Fabric
+from kvio.transfer.peer import Listener, Peer
+
+
+class Access(enum.IntFlag):
+    """What may be done to a region; a NIC's own reads need no right."""
+
+    LOCAL_WRITE = _nic.LOCAL_WRITE
+    REMOTE_WRITE = _nic.REMOTE_WRITE
+    REMOTE_READ = _nic.REMOTE_READ
+
+
+class Region(memory.Region):
+    """Registered memory: `addr`, `nbytes` and `key`, which is both lkey and rkey."""
+
+    __slots__ = ("key", "access")
+
+    def __repr__(self):
+        return f"<Region {self.nbytes} bytes at {self.addr:#x}, {self.access!r}>"
+
+
+class Nic:
+    """A NIC. `Nic.open("soft")`; close it when nothing is in flight any more."""
+
+    def __init__(self, ext, fabric, name, bytes_per_s, mtu):
+        """Use `Nic.open`."""
+        self._ext, self.fabric, self.name = ext, fabric, name
+        self.bytes_per_s, self.mtu = bytes_per_s, mtu
+        self._peers: set[Peer] = set()
+        self._listeners: list[Listener] = []
+        self._classes: dict[str, TrafficClass] = {}
+
+    @classmethod
+    def open(cls, device: str = "soft", *, name: str | None = None,
+             fabric: Fabric | str | None = None, bytes_per_s: int = 0, mtu: int = 4096,
+             queue_depth: int = 2048, max_sge: int = 16, clock: str | None = None,
+             gid_index: int | None = None, pd: int = 0, busy_poll: bool = False) -> "Nic":
+        """Open "soft", a NIC in software, or "verbs:HCA[:port][,HCA[:port]...]", an RDMA NIC (or
+        several, striped); "verbs" alone takes what KVIO_IB_HCA names, else the first active port.
+
+        queue_depth: work requests per queue pair; a larger batch is fed in parts. max_sge bounds
+        a work request's scatter-gather list. Soft: bytes_per_s is the link rate each way, 0 = as
+        fast as memory; fabric: which network, or its name; clock: "virtual" or "monotonic" makes
+        a network of its own. Verbs: gid_index (or KVIO_IB_GID_INDEX) instead of our choice; pd:
+        the address of an ibv_pd of another library in this process to work in; busy_poll: waiting
+        spins. BackendUnavailable names what a provider lacks on this machine.
+        """
+        provider, _, instance = device.partition(":") if isinstance(device, str) else ("", "", "")
+        if provider == "cuda":
+            raise BackendUnavailable(errno.ENOSYS, "provider 'cuda' is not part of this version "
+                                     "of kvio; use Nic.open(\"soft\") or \"verbs\"")
+        if provider == "verbs":
+            if fabric is not None or clock is not None or bytes_per_s:
+                raise InvalidArgument("fabric, clock and bytes_per_s belong to soft NICs; an RDMA "
+                                      "NIC has its own")
+            return verbs.open_nic(cls, instance, name, mtu, queue_depth, max_sge, gid_index, pd,
+                                  busy_poll)
+        if provider != "soft":
+            raise InvalidArgument(f"device must be 'soft' or 'verbs:...', not {device!r}")
+        if gid_index is not None or pd or busy_poll:
+            raise InvalidArgument("gid_index, pd and busy_poll belong to 'verbs'")
+        if fabric is not None and clock is not None:
+            raise InvalidArgument("give a fabric or a clock, not both: a fabric has its clock")
+        if not isinstance(fabric, Fabric):
+            fabric = Fabric(clock) if clock else Fabric.named(fabric or "default")
+        try:
+            ext = _nic.Nic("soft", fabric._ext, bytes_per_s=bytes_per_s, mtu=mtu,
+                           queue_depth=queue_depth, max_sge=max_sge)
+        except (OverflowError, TypeError, OSError) as wrong:
+            if isinstance(wrong, OSError) and wrong.errno != errno.EINVAL:
+                raise BackendUnavailable(wrong.errno, "cannot open a soft NIC") from None
+            raise InvalidArgument(
+                f"soft NIC: bytes_per_s={bytes_per_s!r} (0 to 2**50), mtu={mtu!r} (64 to 2**20), "
+                f"queue_depth={queue_depth!r} (1 to 2**20), max_sge={max_sge!r} (1 to 64)"
+            ) from None
+        return cls(ext, fabric, name or instance or f"soft{id(ext) & 0xffff:04x}", bytes_per_s,
+                   mtu)
+
+    def __repr__(self):
+        state = "closed" if self._ext.closed else f"{self._ext.in_flight} transfers in flight"
+        return f"<Nic {self.name} ({self.provider}), {state}>"
+
+    @property
+    def provider(self) -> str:
+        """"soft" or "verbs"."""
+        return self._ext.provider
+
+    # ---- memory
+
+    def register(self, memory_or_pool, access: Access | int | None = None) -> Region:
+        """Let the NIC and its peers use memory: a numpy array, a buffer, something with
+        `__array_interface__`, a `BlockPool` or a `memory.Region`.
+
+        `access` is by default all that the memory allows: remote reads, and local and remote
+        writes unless it is read-only. The registration keeps the memory alive and in place.
+        """
+        self._check_open()
+        obj = getattr(memory_or_pool, "region", memory_or_pool)
+        if isinstance(obj, memory.Region):
+            obj = obj.array if obj.writable else _read_only(obj.array)
+        elif not isinstance(obj, np.ndarray) and hasattr(obj, "__array_interface__"):
+            obj = np.asarray(obj)
+        region = Region(obj, writable=False)
+        region.writable = bool(region.array.flags.writeable)
+        writes = Access.LOCAL_WRITE | Access.REMOTE_WRITE
+        if access is None:
+            access = Access.REMOTE_READ | (writes if region.writable else Access(0))
+        elif not isinstance(access, int) or not 0 <= int(access) <= sum(Access):
+            raise InvalidArgument(f"access must be made of kvio.transfer.Access, not {access!r}")
+        region.access = Access(access)
+        if region.access & writes and not region.writable:
+            raise InvalidArgument("the memory is read-only: register it without write access, or "
+                                  "pass a writable buffer")
+        if region.access & Access.REMOTE_WRITE and not region.access & Access.LOCAL_WRITE:
+            raise InvalidArgument("REMOTE_WRITE needs LOCAL_WRITE as well (a rule of verbs)")
+        region.key = self._ext.reg(region, region.addr, region.nbytes, int(access))
+        return region
+
+    def deregister(self, region: Region) -> None:
+        """Take the memory back. Busy while a transfer in flight names it."""
+        self._check_open()
+        try:
+            self._ext.dereg(region.key)
+        except OSError as failed:
+            if failed.errno == errno.EBUSY:
+                raise Busy(f"{self.name}: a transfer in flight uses {region}; wait for it or "
+                           "cancel it, then deregister") from None
+            raise InvalidArgument(f"{self.name}: {region} is not registered here") from None
+        except AttributeError:
+            raise InvalidArgument("deregister takes what register returned") from None
+
+    # ---- connections
+
+    def listen(self, address: str, classes=None, *, secret: bytes | str | None = None
+               ) -> "Listener":
+        """Answer `connect(address)`. `classes`, if given, is the list a peer must ask for.
+
+        address: a name, for NICs of this process; "host:port" (verbs; loopback if the host is
+        left out), or "unix:PATH" (soft, other processes of this host and user). secret (or
+        KVIO_SECRET_FILE): what a peer has to know; without one only loopback is served.
+        """
+        self._check_open()
+        if remote.is_remote(self, address):
+            return remote.listen(self, address, classes, secret)
+        with self.fabric._lock:
+            if address in self.fabric._addresses:
+                raise InvalidArgument(f"somebody listens at {address!r} already")
+            listener = Listener(self, address, classes)
+            self.fabric._addresses[address] = listener
+            self._listeners.append(listener)
+        return listener
+
+    def connect(self, address: str, classes=(COLLECTIVE, KV), *,
+                secret: bytes | str | None = None, timeout: float = 10.0) -> "Peer":
+        """Queue pairs of each class to whoever listens at `address`, on both ends. Connecting to
+        one's own address makes a loop-back: the NIC copies within the host. address, secret: see
+        `listen`; timeout: seconds for the whole handshake."""
+        self._check_open()
+        classes = class_list(classes)
+        if remote.is_remote(self, address):
+            return remote.connect(self, address, classes, secret, timeout)
+        with self.fabric._lock:
+            listener = self.fabric._addresses.get(address)
+        if listener is None:
+            raise TransferError(errno.ECONNREFUSED, f"{self.name}: nobody listens at {address!r} "
+                                "on this fabric; call listen first")
+        if listener.classes is not None and listener.classes != classes:
+            raise InvalidArgument(f"{address!r} has the traffic classes {listener.classes}, not "
+                                  f"{classes}: both ends need the same list")
+        here, there = Peer(self, listener.nic, classes), Peer(listener.nic, self, classes)
+        here._other, there._other = there, here
+        here._join()
+        for nic, peer in (self, here), (listener.nic, there):
+            nic._peers.add(peer)
+            nic._classes.update((c.name, c) for c in classes)
+        there.listener = listener
+        listener._accepted.append(there)
+        return here
+
+    # ---- progress and figures
+
+    def poll(self) -> int:
+        """Complete what can be completed now, on the whole fabric, without blocking; how many
+        transfers of this NIC are still in flight."""
+        self._check_open()
+        self._ext.drive()
+        return self._ext.in_flight
+
+    def stats(self) -> dict:
+        """Plain data. Bytes and packets are counted where packets are copied: `tx_bytes` left
+        through this port, `rx_bytes` came in. `by_vl` and `by_class` split them (two classes
+        with one sl are one to the port). `tx_busy_ns` and `rx_busy_ns` are link time."""
+        raw = self._ext.counters()
+        tx, rx = raw.pop("tx_bytes"), raw.pop("rx_bytes")
+        by_vl = {vl: {"tx_bytes": sum(tx[vl::_nic.NUM_VL]), "rx_bytes": sum(rx[vl::_nic.NUM_VL])}
+                 for vl in range(_nic.NUM_VL)}
+        by_class = {c.name: {"tx_bytes": tx[c.sl], "rx_bytes": rx[c.sl]}
+                    for c in self._classes.values()}
+        return {"provider": self.provider, "name": self.name, "bytes_per_s": self.bytes_per_s,
+                "mtu": self.mtu, "in_flight": self._ext.in_flight, **raw, "tx_bytes": sum(tx),
+                "rx_bytes": sum(rx), "by_vl": by_vl, "by_class": by_class}
+
+    # ---- the end
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Close peers, listeners and registrations. Busy while a transfer is in flight, this
+        NIC's or a peer's on our memory; `cancel=True` gives up what has not started and waits
+        for the rest of our own."""
+        if self._ext.closed:
+            return
+        if cancel:
+            self._ext.drain(True)
+        try:
+            self._ext.close()
+        except OSError:
+            raise Busy(f"{self.name}: transfers of this NIC are in flight ({self._ext.in_flight}), "
+                       "or a peer's on its memory; wait for them, cancel them, or "
+                       "close(cancel=True)") from None
+        for listener in list(self._listeners):
+            listener.close()
+        for peer in list(self._peers):
+            peer._forget()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.close(cancel=True)
+
+    def __del__(self):
+        ext = getattr(self, "_ext", None)
+        if ext is not None and not ext.closed:
+            warnings.warn(f"{self.name} was not closed", ResourceWarning, source=self,
+                          stacklevel=2)
+
+    def _check_open(self):
+        if self._ext.closed:
+            raise Closed(f"NIC {self.name} is closed")
+
+
+def _read_only(array):
+    view = array.view()
+    view.flags.writeable = False
+    return view
