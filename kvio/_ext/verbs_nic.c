@@ -146,10 +146,9 @@ static int open_rails(struct verbs_nic *nic, const struct kvio_nic_params *param
 
 	if (params->pd)
 		return open_adopted(nic, params, why);
-	errno = 0;
 	devices = verbs.get_device_list(&count);
 	if (!devices || count == 0) {
-		rc = devices || !errno ? -ENODEV : -errno;
+		rc = -ENODEV;
 		snprintf(why, WHY_ROOM, "this machine has no RDMA device%s%s", wanted[0] ?
 			 ", so no " : "", wanted);
 	} else if (wanted[0]) {
@@ -203,8 +202,10 @@ static int set_limits(struct verbs_nic *nic, const struct kvio_nic_params *param
 	nic->base.queue_depth = least(params->queue_depth, max_wr);
 	nic->max_pieces = least(nic->base.queue_depth + VERBS_SPARE, max_wr);
 	nic->mtu = params->mtu;
-	nic->timeout = (uint8_t)from_env("KVIO_IB_TIMEOUT", 14, 1, 31);
-	nic->retry_cnt = (uint8_t)from_env("KVIO_IB_RETRY_CNT", 7, 0, 7);
+	/* 268 ms, seven times: no class starves that long that is not starved for good. Seven
+	 * retries are not asked for, because to Soft-RoCE that means for ever. */
+	nic->timeout = (uint8_t)from_env("KVIO_IB_TIMEOUT", 16, 1, 31);
+	nic->retry_cnt = (uint8_t)from_env("KVIO_IB_RETRY_CNT", 6, 0, 7);
 	nic->slice_nbytes = from_env("KVIO_IB_SLICE_BYTES", VERBS_SLICE_BYTES, 4096,
 				     VERBS_SLICE_BYTES);
 	nic->uses_wr_api = verbs.qp_to_qp_ex && from_env("KVIO_IB_WR_API", 1, 0, 1);

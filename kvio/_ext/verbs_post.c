@@ -12,7 +12,7 @@
 
 #define STRIPE_BYTES (256u << 10)	/* less is not dealt out to several rails */
 
-struct side {				/* the region named last: most work requests name the same */
+struct side {			/* the region named last: most work requests name the same */
 	uint64_t key;
 	uint64_t addr, nbytes, slice;
 	const uint32_t *keys;		/* of this rail's slices, `stride` apart */
@@ -36,6 +36,7 @@ struct plan {
 	uint32_t tail;			/* its piece number before this run */
 	uint32_t rail;
 	uint32_t max_msg;
+	bool some_lists;		/* pieces with several entries */
 	bool some_local;		/* records that no device will speak of */
 };
 
@@ -168,6 +169,7 @@ static inline void add_piece(struct plan *plan, uint32_t opcode, uint64_t far, u
 	to->next = to + 1;
 	to->sg_list = &plan->nic->sges[first];
 	to->num_sge = (int)(plan->sges - first);
+	plan->some_lists |= to->num_sge > 1;
 	to->opcode = opcode == KVIO_OP_READ ? IBV_WR_RDMA_READ : IBV_WR_RDMA_WRITE;
 	to->send_flags = 0;
 	to->wr.rdma.remote_addr = far;
@@ -273,20 +275,27 @@ static int stage(struct plan *plan, const struct kvio_wr *wr, uint32_t number)
 
 /* ---- handing over ---- */
 
-static int hand_over(struct verbs_end *end, struct ibv_send_wr *wrs, uint32_t count,
-		     uint32_t *accepted)
+/* As one chain: works everywhere. */
+static int hand_over_chain(struct verbs_end *end, struct ibv_send_wr *wrs, uint32_t count,
+			   uint32_t *accepted)
 {
-	struct ibv_qp_ex *ex = end->ex;
 	struct ibv_send_wr *bad = NULL;
 	int rc;
 
-	*accepted = 0;
-	if (!ex) {
-		wrs[count - 1].next = NULL;
-		rc = ibv_post_send(end->qp, wrs, &bad);
-		*accepted = rc ? bad ? (uint32_t)(bad - wrs) : 0 : count;
-		return rc;
-	}
+	wrs[count - 1].next = NULL;
+	rc = ibv_post_send(end->qp, wrs, &bad);
+	*accepted = rc ? bad ? (uint32_t)(bad - wrs) : 0 : count;
+	return rc;
+}
+
+/* Written straight into the send queue, without lists of several entries: of these librxe (up to
+ * rdma-core 60 at least) takes the first one's length for all. */
+static int hand_over_built(struct verbs_end *end, const struct ibv_send_wr *wrs, uint32_t count,
+			   uint32_t *accepted)
+{
+	struct ibv_qp_ex *ex = end->ex;
+	int rc;
+
 	ibv_wr_start(ex);
 	for (uint32_t i = 0; i < count; i++) {
 		const struct ibv_send_wr *wr = &wrs[i];
@@ -297,11 +306,7 @@ static int hand_over(struct verbs_end *end, struct ibv_send_wr *wrs, uint32_t co
 			ibv_wr_rdma_read(ex, wr->wr.rdma.rkey, wr->wr.rdma.remote_addr);
 		else
 			ibv_wr_rdma_write(ex, wr->wr.rdma.rkey, wr->wr.rdma.remote_addr);
-		if (wr->num_sge == 1)
-			ibv_wr_set_sge(ex, wr->sg_list->lkey, wr->sg_list->addr,
-				       wr->sg_list->length);
-		else
-			ibv_wr_set_sge_list(ex, (size_t)wr->num_sge, wr->sg_list);
+		ibv_wr_set_sge(ex, wr->sg_list->lkey, wr->sg_list->addr, wr->sg_list->length);
 	}
 	rc = ibv_wr_complete(ex);
 	*accepted = rc ? 0 : count;
@@ -336,6 +341,7 @@ static void ring(struct plan *plan)
 		struct ibv_send_wr *wrs = &plan->nic->wrs[run->first];
 		struct verbs_end *end = &qp->ends[run->rail];
 		uint32_t accepted;
+		int rc;
 
 		if (run->count == 0)
 			continue;
@@ -346,7 +352,10 @@ static void ring(struct plan *plan)
 			continue;
 		}
 		counters->doorbells++;
-		if (hand_over(end, wrs, run->count, &accepted))
+		rc = end->ex && !plan->some_lists ?
+		     hand_over_built(end, wrs, run->count, &accepted) :
+		     hand_over_chain(end, wrs, run->count, &accepted);
+		if (rc)
 			refused(qp, run->rail, &wrs[accepted]);
 		counters->work_requests += accepted;
 	}

@@ -60,7 +60,7 @@ static int to_state(struct verbs_end *end, enum ibv_qp_state state)
 	return modify(end, &attr, IBV_QP_STATE);
 }
 
-/* Ready for a connection, with a sequence that a packet of an older one cannot hit but by chance. */
+/* Ready for a connection, with a sequence that packets of an older one hit only by chance. */
 static int to_init(struct verbs_end *end, const struct verbs_rail *rail)
 {
 	struct ibv_qp_attr attr = {

@@ -32,7 +32,7 @@ static int rank(const struct ibv_gid_entry *entry)
 		return 1;
 	if (memcmp(raw, v4, sizeof(v4)) == 0)
 		return raw[12] == 169 && raw[13] == 254 ? 3 : 5;
-	return raw[0] == 0xfe && (raw[1] & 0xc0) == 0x80 ? 2 : 4;	/* fe80::/10: one link only */
+	return raw[0] == 0xfe && (raw[1] & 0xc0) == 0x80 ? 2 : 4;	/* fe80::/10: one link */
 }
 
 /* Without the library's table of types: an InfiniBand port's, or RoCEv2, which is all there is. */

@@ -126,7 +126,11 @@ class Nic:
                                   "pass a writable buffer")
         if region.access & Access.REMOTE_WRITE and not region.access & Access.LOCAL_WRITE:
             raise InvalidArgument("REMOTE_WRITE needs LOCAL_WRITE as well (a rule of verbs)")
-        region.key = self._ext.reg(region, region.addr, region.nbytes, int(access))
+        try:
+            region.key = self._ext.reg(region, region.addr, region.nbytes, int(access))
+        except OSError as failed:
+            raise TransferError(failed.errno, verbs.why_not_registered(
+                self.name, region, failed.errno)) from None
         if self._control is not None:
             self._control.announce(region.key)
         return region
@@ -160,6 +164,8 @@ class Nic:
         KVIO_SECRET_FILE): what a peer has to know; without one only loopback is served.
         """
         self._check_open()
+        if self.fabric is None and classes is not None:
+            classes = verbs.by_operator(class_list(classes))
         if remote.is_remote(self, address):
             return remote.listen(self, address, classes, secret)
         with self.fabric._lock:
@@ -177,6 +183,8 @@ class Nic:
         `listen`; timeout: seconds for the whole handshake."""
         self._check_open()
         classes = class_list(classes)
+        if self.fabric is None:
+            classes = verbs.by_operator(classes)
         if remote.is_remote(self, address):
             return remote.connect(self, address, classes, secret, timeout)
         with self.fabric._lock:
@@ -219,6 +227,13 @@ class Nic:
         return {"provider": self.provider, "name": self.name, "bytes_per_s": self.bytes_per_s,
                 "mtu": self.mtu, "in_flight": self._ext.in_flight, **raw, "tx_bytes": sum(tx),
                 "rx_bytes": sum(rx), "by_vl": by_vl, "by_class": by_class}
+
+    def info(self) -> dict:
+        """What the device says of itself, plain data: `rails` (device, port, GID and its index and
+        type, link, MTU, ...), limits, and the addresses of the library's `pd` and `context`, for
+        other libraries in this process. Nothing of that for soft."""
+        self._check_open()
+        return {"provider": self.provider, "name": self.name, **self._ext.info()}
 
     # ---- the end
 
