@@ -165,7 +165,8 @@ cdef class Nic:
                       port=r.port, mtu=r.mtu, lid=r.lid, uses_wr_api=bool(r.uses_wr_api),
                       bits_per_s=r.bits_per_s) for r in c.rails[:c.num_rails]]
         return dict(max_sge=c.max_sge, max_sge_rd=c.max_sge_rd, max_rd_atomic=c.max_rd_atomic,
-                    max_msg_nbytes=c.max_msg_nbytes, async_events=c.async_events, pd=c.pd, context=c.context, rails=rails)
+                    max_msg_nbytes=c.max_msg_nbytes, async_events=c.async_events, pd=c.pd,
+                    context=c.context, rails=rails)
 
     @property
     def in_flight(self) -> int:
