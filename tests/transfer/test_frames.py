@@ -1,4 +1,4 @@
-"""Frames: what one end encodes the other decodes, and nothing else; descriptors travel with them."""
+"""Frames: what one end encodes the other decodes, and nothing else; descriptors go with them."""
 import errno
 import os
 import socket
