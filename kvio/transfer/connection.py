@@ -128,15 +128,14 @@ class Connection:
         self.peer = weakref.ref(peer)
         self.deadline = None
         self.control.half_open.pop(self, None)
+        link.nic._peers.add(peer)
+        link.nic._classes.update((c.name, c) for c in peer.classes)
         if self.role == INITIATOR:
-            link.nic._peers.add(peer)
             self.waiter.finish(peer)
         else:
-            self._go_live()
             peer.listener = self.listener
-            link.nic._peers.add(peer)
-            self.listener._accepted.append(peer)
-        link.nic._classes.update((c.name, c) for c in peer.classes)
+            self.listener._accepted.append(peer)        # before the other end knows
+            self._go_live()
         self.link = self.listener = self.waiter = None
 
     # ---- frames of peers
