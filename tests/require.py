@@ -47,10 +47,15 @@ def _library(name):
     return probe
 
 
-def _guest():
-    """A virtual machine takes a minute and a kernel of 70 MB: only where it is asked for."""
-    if not required("guest"):
-        return "make soak runs it (or KVIO_REQUIRE=guest)"
+def _lab():
+    from lab import rxe
+    return rxe.missing()
+
+
+def _soak():
+    """Power cuts take a minute: only where they are asked for."""
+    if not required("soak"):
+        return "make soak runs it (or KVIO_REQUIRE=soak)"
     from lab import vm
     return vm.missing()
 
@@ -65,9 +70,10 @@ PARTS = {
     "verbs": _library("libibverbs.so.1"),
     "cuda": _library("libcuda.so.1"),
     "usrbio": _library("libhf3fs_api_shared.so"),
-    "guest": _guest,
+    "soak": _soak,
     "compiler": lambda: None if shutil.which(os.environ.get("CC", "cc")) else "no C compiler",
-    "lab": lambda: None if os.environ.get("KVIO_LAB") else "not inside the lab's virtual machine",
+    "lab": _lab,                # a virtual machine can be run
+    "rxe": lambda: None if os.environ.get("KVIO_LAB") else "not inside the lab: make lab",
 }
 
 
