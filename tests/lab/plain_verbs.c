@@ -78,7 +78,8 @@ int main(int argc, char **argv)
 	for (int i = 0; i < 16; i++)
 		sscanf(hex + 2 * i, "%2hhx", &far.gid.raw[i]);
 	join((uint8_t)atoi(argv[2]));
-	for (puts("ready"); fflush(stdout), scanf("%15s %" SCNu64 " %" SCNu64, word, &x, &y) == 3;) {
+	puts("ready");
+	while (fflush(stdout) == 0 && scanf("%15s %" SCNu64 " %" SCNu64, word, &x, &y) == 3) {
 		if (!strcmp(word, "show")) {
 			while (y--)
 				printf("%02x", memory[x++]);

@@ -44,6 +44,19 @@ def why_no_pyverbs() -> str | None:
     return None if done and done.returncode == 0 else "python3-pyverbs is not installed"
 
 
+def raw_pair(near, far, near_class, far_class):
+    """Two queue pairs of ours, connected by hand: the one on NIC `near`, and what to keep. `near`
+    knows the regions that `far` has now."""
+    table = _nic.Far(near._ext, 1)
+    for key in list(far._ext.owners):
+        table.add(far._ext.describe(key))
+    ends = [_nic.QueuePair(near._ext, near_class.sl, near_class.tclass, far=table),
+            _nic.QueuePair(far._ext, far_class.sl, far_class.tclass, far=_nic.Far(far._ext, 1))]
+    ends[0].connect_endpoints(ends[1].endpoints())
+    ends[1].connect_endpoints(ends[0].endpoints())
+    return ends
+
+
 class Stranger:
     """Such a program on `device`, connected to a queue pair of ours on `nic`. `mine`: our memory
     (uint8), which it may read and write."""

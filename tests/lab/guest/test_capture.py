@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 
-from kvio._ext import nic as _nic
 from kvio.layout import READ, WRITE
 from kvio.transfer import COLLECTIVE, KV, TrafficClass
+from lab.guest import peers
 from lab.guest.wire import A, ACK, B, READ_REQUEST, READ_RESPONSE, Capture
 from lab.guest.wire import WRITE as WRITES
 from nics import pattern, requests
@@ -46,11 +46,13 @@ def test_a_batch_of_two_classes_at_once(pair):
     """Each queue pair keeps to its own class, both under way together, in both directions."""
     at = 4096 * np.arange(16)
     with Capture() as capture:
-        transfers = [peer.post(requests(opcode, near, far, at + start, at + start, 4096),
-                               traffic_class=c)
-                     for peer, near, far, start in ((pair.peer, pair.local, pair.remote, 0),
-                                                    (pair.back, pair.remote, pair.local, 1 << 19))
-                     for opcode, c, start in ((READ, KV, start), (WRITE, COLLECTIVE, start + 65536))]
+        transfers = []
+        for peer, near, far, start in ((pair.peer, pair.local, pair.remote, 0),
+                                       (pair.back, pair.remote, pair.local, 1 << 19)):
+            wrs = requests(READ, near, far, at + start, at + start, 4096)
+            transfers.append(peer.read(wrs, KV))
+            wrs = requests(WRITE, near, far, at + start + 65536, at + start + 65536, 4096)
+            transfers.append(peer.write(wrs, COLLECTIVE))
         for transfer in transfers:
             transfer.wait()
         seen = by_kind(capture.packets())
@@ -65,9 +67,7 @@ def test_read_responses_carry_the_class_of_the_responder(nics):
     a, b = nics
     mine, theirs = np.zeros(8192, np.uint8), pattern(8192)
     local, remote = a.register(mine), b.register(theirs)
-    ends = _nic.QueuePair(a._ext, 0, KV.tclass), _nic.QueuePair(b._ext, 0, COLLECTIVE.tclass)
-    ends[0].connect(ends[1])
-    ends[1].connect(ends[0])
+    ends = peers.raw_pair(a, b, KV, COLLECTIVE)
     with Capture() as capture:
         assert ends[0].post(requests(READ, local, remote, 0, 0, 8192)).wait(10)
         seen = by_kind(capture.packets())
