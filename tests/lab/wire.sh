@@ -3,7 +3,7 @@
 #
 #   wire.sh make         rxe0 (10.9.0.1) on w0, rxe1 (10.9.0.2) on w1
 #   wire.sh cut DEVICE   its link goes down
-#   wire.sh lose         what w0 sends reaches nobody
+#   wire.sh lose         packets reach nobody
 #   wire.sh mend         all is well again
 #   wire.sh class RATE   w0 and w1 send at RATE (24mbit), DSCP 46 (tclass 184) before all else
 #   wire.sh plain RATE   w0 and w1 send at RATE, in the order of arrival
@@ -75,7 +75,10 @@ case $1 in
 make | free) "$1" ;;
 class | plain) "$1" "$2" ;;
 cut) ip link set "$2" down ;;
-lose) ip neigh replace $B lladdr 02:00:00:00:00:ff dev w0 ;;
+lose)
+	ip neigh replace $B lladdr 02:00:00:00:00:ff dev w0
+	ip neigh replace $A lladdr 02:00:00:00:00:ff dev w1
+	;;
 mend) ip link set w0 up; ip link set w1 up; routes ;;
 *) echo "wire.sh: no command is called $1" >&2; exit 2 ;;
 esac

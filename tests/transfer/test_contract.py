@@ -151,7 +151,9 @@ def test_classes_are_set_on_both_ends_and_read_back(pair):
     for peer in pair.peer, pair.back:
         for c in COLLECTIVE, KV:
             read_back = peer.query()[c.name]
-            assert (read_back["sl"], read_back["tclass"]) == (c.sl, c.tclass)
+            if read_back["sl"] != c.sl:             # Soft-RoCE has no service levels, and says so
+                assert any(f"class {c.name}:" in words for words in peer.dishonoured)
+            assert read_back["tclass"] == c.tclass
             assert read_back["state"] == "ready"
     assert (COLLECTIVE.sl, COLLECTIVE.tclass, KV.sl, KV.tclass) == (0, 184, 2, 32)
 

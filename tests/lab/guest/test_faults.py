@@ -34,13 +34,13 @@ def works(pair):
 
 
 @pytest.mark.parametrize("post", ["read", "write"])
-def test_a_transfer_survives_a_short_outage(pair, monkeypatch, post):
+def test_a_transfer_survives_a_short_outage(pair, post):
     at = 65536 * np.arange(16)
-    with shaped("plain", "24mbit"):
+    with shaped("plain", "8mbit"):
         transfer = getattr(pair.peer, post)(getattr(pair, post)(at, at, 65536))
-        time.sleep(0.1)                             # of 0.35 s
+        time.sleep(0.1)                             # of 1 s
         wire("lose")
-        time.sleep(0.15)
+        time.sleep(0.1)
         assert not transfer.done
         wire("mend")
         transfer.wait(60)
@@ -87,6 +87,7 @@ def test_the_device_itself_refuses_a_wrong_rkey(program, opcode):
 
 
 def test_a_peer_killed_in_the_middle(program):
+    """While the kernel clears up after it, its memory is gone before its queue pair is."""
     with Nic.open("verbs:rxe0", name="a") as nic, shaped("plain", "24mbit"):
         with peers.Stranger(program, "rxe1", nic, KV, pattern(1 << 20)) as stranger:
             batch = stranger.post(READ, 0, 0, 65536, count=16)
@@ -95,7 +96,7 @@ def test_a_peer_killed_in_the_middle(program):
             assert batch.wait(60)
             status = list(batch.status)
             first = next(at for at, one in enumerate(status) if one)
-            assert "RETRY_EXC_ERR" in batch.explain(first)
+            assert any(name in batch.explain(first) for name in ("RETRY_EXC_ERR", "REM_ACCESS_ERR"))
             assert all(status[first:]) and stranger.qp.query()["state"] == "error"
 
 
