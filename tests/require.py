@@ -56,10 +56,15 @@ def _header(name, package):
     return probe
 
 
-def _guest():
-    """A virtual machine takes a minute and a kernel of 70 MB: only where it is asked for."""
-    if not required("guest"):
-        return "make soak runs it (or KVIO_REQUIRE=guest)"
+def _lab():
+    from lab import rxe
+    return rxe.missing()
+
+
+def _soak():
+    """Power cuts take a minute: only where they are asked for."""
+    if not required("soak"):
+        return "make soak runs it (or KVIO_REQUIRE=soak)"
     from lab import vm
     return vm.missing()
 
@@ -74,10 +79,11 @@ PARTS = {
     "verbs": _library("libibverbs.so.1"),
     "cuda": _library("libcuda.so.1"),
     "usrbio": _library("libhf3fs_api_shared.so"),
-    "guest": _guest,
+    "soak": _soak,
     "compiler": lambda: None if cbuild.compiler() else "no C compiler",
     "ibverbs-headers": _header("infiniband/verbs.h", "libibverbs-dev"),
-    "lab": lambda: None if os.environ.get("KVIO_LAB") else "not inside the lab's virtual machine",
+    "lab": _lab,                # a virtual machine can be run
+    "rxe": lambda: None if os.environ.get("KVIO_LAB") else "not inside the lab: make lab",
 }
 
 

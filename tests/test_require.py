@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-MARKED = "import pytest\n@pytest.mark.needs('lab')\ndef test_a():\n    pass\n"
-CALLED = "from require import need\ndef test_a():\n    need('lab')\n"
-SKIPPED = "import pytest\ndef test_a():\n    pytest.skip('lab: not here')\n"
-FIXTURE = ("import pytest\nfrom conftest import skip_or_fail\n@pytest.fixture\ndef lab():\n"
-           "    skip_or_fail('lab', 'not here')\ndef test_a(lab):\n    pass\n")
-MODULE = "import pytest\npytest.skip('lab: not here', allow_module_level=True)\n"
+MARKED = "import pytest\n@pytest.mark.needs('rxe')\ndef test_a():\n    pass\n"
+CALLED = "from require import need\ndef test_a():\n    need('rxe')\n"
+SKIPPED = "import pytest\ndef test_a():\n    pytest.skip('rxe: not here')\n"
+FIXTURE = ("import pytest\nfrom conftest import skip_or_fail\n@pytest.fixture\ndef rxe():\n"
+           "    skip_or_fail('rxe', 'not here')\ndef test_a(rxe):\n    pass\n")
+MODULE = "import pytest\npytest.skip('rxe: not here', allow_module_level=True)\n"
 OTHER = "import pytest\ndef test_a():\n    pytest.skip('cuda: not here')\ndef test_b():\n    pass\n"
 
 
@@ -33,8 +33,8 @@ def outcome(folder, text, require, **environment):
 
 @pytest.mark.parametrize("text", [MARKED, CALLED, SKIPPED, FIXTURE, MODULE])
 def test_a_skip_fails_where_the_part_is_required(tmp_path, text):
-    code, output = outcome(tmp_path, text, "lab")
-    assert code and "lab" in output, output
+    code, output = outcome(tmp_path, text, "rxe")
+    assert code and "rxe" in output, output
 
 
 @pytest.mark.parametrize("text", [MARKED, FIXTURE])
@@ -44,12 +44,12 @@ def test_a_skip_is_a_skip_elsewhere(tmp_path, text):
 
 
 def test_a_required_part_has_to_be_asked_for(tmp_path):
-    code, output = outcome(tmp_path, OTHER, "lab", KVIO_LAB="1")
+    code, output = outcome(tmp_path, OTHER, "rxe", KVIO_LAB="1")
     assert code and "no test needs it" in output, output
 
 
 def test_a_required_part_that_is_here_passes(tmp_path):
-    code, output = outcome(tmp_path, MARKED + OTHER.replace("test_a", "test_c"), "lab",
+    code, output = outcome(tmp_path, MARKED + OTHER.replace("test_a", "test_c"), "rxe",
                            KVIO_LAB="1")
     assert code == 0 and "2 passed, 1 skipped" in output, output
 

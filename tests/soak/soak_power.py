@@ -26,7 +26,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 TESTS = os.path.dirname(HERE)
 sys.path[:0] = [TESTS, HERE]
 
-from lab import nbd, vm                                                     # noqa: E402
+from lab import kernel, nbd, vm                                             # noqa: E402
 from build_hash import build_hash                                           # noqa: E402
 
 DISK_BYTES = 64 << 20
@@ -161,7 +161,7 @@ class Machine:
 
     def __init__(self, folder, boot):
         self._folder, self._boot = folder, boot
-        self._tree, self.socket = vm.kernel_tree(), os.path.join(folder, "nbd")
+        self._tree, self.socket = kernel.tree(), os.path.join(folder, "nbd")
         self._initrd, self._state = build_initrd(self._tree, folder), None
         self.uring = False
 
@@ -248,7 +248,7 @@ def main():
     folder = tempfile.mkdtemp(prefix="kvio-power-")
     try:
         sums = run(arguments, folder, lambda line: out.write(line + "\n"))
-    except (Failed, vm.LabMissing) as failed:
+    except (Failed, kernel.LabMissing) as failed:
         print(f"FAILED: {failed}\nagain with --seed {arguments.seed} --rounds {arguments.rounds}")
         sys.exit(1)
     finally:

@@ -67,12 +67,12 @@ def test_the_check_sees_lost_blocks(filled):
         soak_kill.check(path, {7: 2}, known, 1)
 
 
-@pytest.mark.needs("guest")
+@pytest.mark.needs("soak")
 def test_power_cuts(tmp_path):
     assert "passed:" in soak("soak_power.py", "--rounds", "3", folder=tmp_path)
 
 
-@pytest.mark.needs("guest")
+@pytest.mark.needs("soak")
 @pytest.mark.parametrize("control", ["visible", "flush"])
 def test_power_cuts_are_seen(tmp_path, control):
     said = soak("soak_power.py", "--rounds", "25", "--control", control, status=1, folder=tmp_path)

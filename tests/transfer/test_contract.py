@@ -155,6 +155,8 @@ def test_classes_are_set_on_both_ends_and_read_back(pair):
             # What a device does not honour is said: Soft-RoCE knows no service levels.
             assert read_back["ignored"] == ([] if read_back["sl"] == c.sl else ["sl"])
             assert read_back["sl"] == c.sl or pair.a.provider == "verbs"
+            if read_back["ignored"]:
+                assert any(f"class {c.name}:" in words for words in peer.dishonoured)
     assert (COLLECTIVE.sl, COLLECTIVE.tclass, KV.sl, KV.tclass) == (0, 184, 2, 32)
 
 
