@@ -5,7 +5,7 @@ import sys
 import threading
 
 import kvio
-from kvio import cli_qos, cli_store, doctor
+from kvio import bench_transfer, cli_qos, cli_store, doctor
 from kvio.errors import KvioError
 
 
@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
                          "directory); removed afterwards")
     command.add_argument("--quiet", action="store_true", help="no progress on stderr")
     command.set_defaults(run=_demo)
+    bench_transfer.add_command(commands)
     cli_qos.add_command(commands)
     cli_store.add_commands(commands)
     return top
