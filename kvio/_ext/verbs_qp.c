@@ -140,12 +140,12 @@ static int make_qp(struct verbs_nic *nic, struct verbs_rail *rail, struct verbs_
 		made.qp = extended->create_qp_ex(rail->context, &ex);
 		if (made.qp)
 			made.ex = verbs.qp_to_qp_ex(made.qp);
-		nic->uses_wr_api = made.ex != NULL;
 	}
 	if (!made.qp)
 		made.qp = verbs.create_qp(rail->pd, &plain);
 	if (!made.qp)
 		return errno ? -errno : -ENOMEM;
+	nic->uses_wr_api = made.ex != NULL;
 	rc = to_init(&made, rail);
 	if (rc < 0) {
 		verbs.destroy_qp(made.qp);
