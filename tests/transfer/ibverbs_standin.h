@@ -46,6 +46,7 @@
 	X(wr_api, 1)			/* create_qp_ex takes SEND_OPS_FLAGS */ \
 	X(peermem, 0)			/* reg_mr takes memory that the CPU cannot reach */ \
 	X(dmabuf, 1)			/* reg_dmabuf_mr is supported */ \
+	X(rkeys, 1)			/* 0: it does not know them any more */ \
 	X(frozen, 0)			/* nothing is carried out; queue pairs in error flush */ \
 	X(delay_ns, 0)			/* carried out that long after the doorbell */
 

@@ -367,7 +367,7 @@ static uint32_t carry_out(struct standin_qp *qp, const struct standin_wqe *wqe)
 	if (!(far->attr.qp_access_flags & right) || far->attr.path_mtu != qp->attr.path_mtu ||
 	    (is_read && qp->attr.max_rd_atomic > far->attr.max_dest_rd_atomic))
 		return far_fault(far, IBV_WC_REM_INV_REQ_ERR, IBV_EVENT_QP_REQ_ERR);
-	if (length)
+	if (length && SETTING(device_of(far->ex.qp_base.context), rkeys))
 		remote = reach(far, wqe->rkey, 1, wqe->remote_addr, length, right);
 	if (length && !remote)
 		return far_fault(far, IBV_WC_REM_ACCESS_ERR, IBV_EVENT_QP_ACCESS_ERR);
@@ -408,7 +408,6 @@ static void carry_out_next(struct standin_qp *qp, struct standin_device *device)
 static uint64_t turn(struct standin_device *device)
 {
 	uint64_t soonest = UINT64_MAX;
-	bool frozen = SETTING(device, frozen);
 
 	pthread_mutex_lock(&bus);
 	for (struct standin_qp *qp = device->qps; qp; qp = qp->next) {
@@ -416,7 +415,8 @@ static uint64_t turn(struct standin_device *device)
 		uint32_t state = state_of(qp);
 
 		if (qp->done == __atomic_load_n(&qp->posted, __ATOMIC_ACQUIRE) ||
-		    (state != IBV_QPS_ERR && (state != IBV_QPS_RTS || frozen)))
+		    (state != IBV_QPS_ERR &&
+		     (state != IBV_QPS_RTS || SETTING(device, frozen))))
 			continue;
 		if (state == IBV_QPS_RTS && due && due > now_ns()) {
 			soonest = due < soonest ? due : soonest;
