@@ -311,6 +311,7 @@ cdef class QueuePair:
             far._check_open()
             params.far = far._far
         check(kvio_qp_create(nic._nic, &params, &self._qp))
+        self.path = ""
         self.nic, self.far, self.label, self.sl, self.tclass = nic, far, "", sl, tclass
 
     def __dealloc__(self):

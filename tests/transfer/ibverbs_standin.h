@@ -133,7 +133,8 @@ struct standin_qp {
 	bool has_wr_api;
 	bool dropped;			/* does not answer any more */
 	pthread_mutex_t lock;		/* of posting */
-	struct standin_wqe *wqes;
+	struct standin_wqe *wqes;	/* a ring of mask + 1, of which max_send_wr are used */
+	uint64_t mask;
 	struct ibv_sge *sges;		/* a ring: each list lies in one piece */
 	uint32_t num_sges;
 	uint32_t next_sge;
@@ -143,7 +144,8 @@ struct standin_qp {
 	uint64_t freed;			/* atomic: a completion behind them was polled */
 	uint32_t first_sge;		/* next_sge as the wr_start found it */
 	uint64_t due_ns;
-	int error;			/* of the open wr_start */
+	uint64_t num_entries, num_signalled, num_reads;	/* of the open wr_start */
+	int error;			/* likewise */
 	bool open;
 	uint32_t unacked;		/* asynchronous events that somebody has read */
 };

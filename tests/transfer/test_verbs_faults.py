@@ -46,7 +46,8 @@ def test_every_status_is_named_and_recovered_from(standin, connect, status, wr_a
     with pytest.raises(TransferError) as failure:
         transfer.wait()
     text = str(failure.value)
-    for part in status, "NIC a", "peer b", "class kv", "first element 3", "6 of 9", "10.0.0.1 to ::ffff:10.0.0.2":
+    for part in (status, "NIC a", "peer b", "class kv", "first element 3", "6 of 9",
+                 "10.0.0.1 to ::ffff:10.0.0.2"):
         assert part in text, text
     assert re.search(rf"{status} \(.*\): \w+", text), text          # a hint
     code = CODES.get(status, failure.value.errno)
