@@ -1,7 +1,10 @@
 """Helpers of the transfer tests: work requests written by hand, and two connected NICs."""
+import os
+
 import numpy as np
 
 from kvio.layout import READ, WR_DTYPE, WRITE
+from kvio.pages import sealed_memfd
 from kvio.transfer import COLLECTIVE, KV
 
 
@@ -17,7 +20,12 @@ def requests(opcode, local, remote, local_at, remote_at, length):
 
 
 def pattern(nbytes, seed=1):
-    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+    """Random bytes, in memory that other processes can map."""
+    memory, fd = sealed_memfd(nbytes)
+    os.close(fd)
+    made = np.frombuffer(memory, np.uint8)[:nbytes]
+    made[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+    return made
 
 
 def finish(virtual, *transfers):

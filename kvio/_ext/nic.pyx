@@ -21,6 +21,7 @@ from core cimport *
 LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ = KVIO_LOCAL_WRITE, KVIO_REMOTE_WRITE, KVIO_REMOTE_READ
 NUM_VL = KVIO_NUM_VL
 STATES = ("reset", "ready", "error")
+RING_NBYTES, PORT_NBYTES = KVIO_SOFT_RING_NBYTES, KVIO_SOFT_PORT_NBYTES
 MAX_RAILS, BUSY_POLL = KVIO_MAX_RAILS, KVIO_NIC_BUSY_POLL
 DROP, DELAY, STATUS = 1, 2, 3               # enum kvio_soft_fault
 
@@ -105,6 +106,7 @@ cdef class Nic:
     cdef readonly Fabric fabric         # None: not soft
     cdef readonly dict owners           # key -> what keeps the region's memory alive
     cdef readonly bint closed
+    cdef object _port                   # soft: the page that other processes map
     cdef int calls                      # inside C without the GIL, on its queue pairs
     cdef int draining                   # of which on all of them at once
 
@@ -216,6 +218,14 @@ cdef class Nic:
         self._check_open()
         return check(kvio_nic_event_fd(self._nic))
 
+    def share_port(self, page):
+        """Soft: reserve the sending port in this page (a uint8 array, held as long as the NIC),
+        which other processes map too. EEXIST."""
+        cdef uint8_t[::1] view = page
+        self._check_open()
+        check(kvio_soft_share_port(self._nic, &view[0], view.shape[0]))
+        self._port = page
+
     def counters(self) -> dict:
         """The C counters by name; byte counters are lists by sl."""
         cdef kvio_counters c
@@ -251,6 +261,7 @@ cdef class Far:
     cdef kvio_far *_far
     cdef readonly Nic nic
     cdef readonly dict owners           # key -> what keeps its mapping alive
+    cdef object _rings                  # soft: what keeps those alive
 
     def __cinit__(self, Nic nic not None, uint32_t num_rails):
         nic._check_open()
@@ -283,12 +294,39 @@ cdef class Far:
         check(kvio_far_remove(self._far, key))
         del self.owners[key]
 
+    def join(self, mine, theirs, port, uint64_t bytes_per_s, int wake_fd, int their_wake_fd,
+             int pid_fd):
+        """Soft: to another process, see kvio_soft_join. mine, theirs and port (or None) are uint8
+        arrays, held until `close`. EINVAL, EISCONN."""
+        cdef uint8_t[::1] ours = mine, its_port
+        cdef const uint8_t[::1] its = theirs
+        cdef kvio_soft_join join
+        self._check_open()
+        memset(&join, 0, sizeof(join))
+        if port is not None:
+            its_port = port
+            if its_port.shape[0] < <Py_ssize_t>KVIO_SOFT_PORT_NBYTES:
+                raise ValueError("the page of a port is too small")
+            join.port = &its_port[0]
+        join.mine, join.theirs = &ours[0], &its[0]
+        join.ring_nbytes, join.bytes_per_s = min(ours.shape[0], its.shape[0]), bytes_per_s
+        join.wake_fd, join.their_wake_fd, join.pid_fd = wake_fd, their_wake_fd, pid_fd
+        check(kvio_soft_far_join(self._far, &join))
+        self._rings = mine, theirs, port
+
+    def lost(self):
+        """Soft: nothing comes from the other end any more; what is in flight fails."""
+        self._check_open()
+        with nogil:
+            kvio_soft_far_lost(self._far)
+
     def close(self):
         """EBUSY while a queue pair refers to it."""
         if self._far is not NULL:
             check(kvio_far_close(self._far))
             self._far = NULL
             self.owners.clear()
+            self._rings = None
 
 
 @cython.no_gc_clear

@@ -13,7 +13,9 @@ from kvio.transfer import COLLECTIVE, KV, Fabric, Nic
 from nics import Pair
 from require import parts_used, required, skip_or_fail
 
-DEVICES = {"soft": "soft", "verbs": "verbs:rxe0", "cuda": "cuda:0", "standin": "verbs:standin0"}
+# shared: soft NICs as in different processes, each on a fabric of its own.
+DEVICES = {"soft": "soft", "shared": "soft", "verbs": "verbs:rxe0", "cuda": "cuda:0",
+           "standin": "verbs:standin0"}
 
 ibverbs_standin.choose()            # before anything in this process opens libibverbs
 
@@ -30,7 +32,23 @@ def why_not(name):
 
 
 # What is missing is skipped once, by test_a_provider_is_here, and not by each of the tests.
-PROVIDERS = [name for name in DEVICES if name == "soft" or required(name) or not why_not(name)]
+PROVIDERS = [name for name in DEVICES
+             if DEVICES[name] == "soft" or required(name) or not why_not(name)]
+
+
+class SharedNic(Nic):
+    """Its names are those of Unix sockets in `folder`."""
+
+    folder = None
+
+    def listen(self, address, *args, **options):
+        return super().listen(self._socket(address), *args, **options)
+
+    def connect(self, address, *args, **options):
+        return super().connect(self._socket(address), *args, **options)
+
+    def _socket(self, address):
+        return address if ":" in address else f"unix:{self.folder}/{address}"
 
 
 @pytest.fixture(scope="session")
@@ -53,18 +71,22 @@ def standin(standin_library):
 
 
 @pytest.fixture(params=PROVIDERS)
-def provider(request):
+def provider(request, tmp_path):
     """Opens NICs of one provider; closes them at the end."""
     name, opened = request.param, []
 
     def open_nic(**options):
-        if name != "soft":
+        kind = Nic
+        if name == "shared":
+            kind, options["fabric"] = SharedNic, Fabric()
+        elif DEVICES[name] != "soft":
             options.pop("bytes_per_s", None)
-        opened.append(Nic.open(DEVICES[name], **options))
+        opened.append(kind.open(DEVICES[name], **options))
+        opened[-1].folder = tmp_path
         return opened[-1]
     if name == "standin":
         request.getfixturevalue("standin")
-    elif name != "soft":
+    elif DEVICES[name] != "soft":
         if why_not(name):
             skip_or_fail(name, why_not(name))
         parts_used[name] += 1
