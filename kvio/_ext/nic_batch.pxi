@@ -99,8 +99,7 @@ cdef class Batch:
         if element >= self._info.count:
             raise IndexError(element)
         name = wc_name(self._info.codes[element])
-        hint = HINTS.get(name)
-        return f"{name} ({self.qp.label})" + (f": {hint}" if hint else "")
+        return f"{name} ({self.qp.label}{self.qp.path}): {HINTS.get(name, OTHER_HINT)}"
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         if flags & PyBUF_WRITABLE:

@@ -165,19 +165,16 @@ class RemotePeer(Peer):
             raise self._closed()
 
     def _ask(self, body) -> dict:
-        connection, answer = self._other, []
-
-        def job(waiter):
-            answer.append(waiter)
-            connection.request(body, waiter)
+        connection = self._other
         try:
-            answered = connection.control.ask(job, STUCK_S)
+            answer = connection.control.ask(lambda waiter: connection.request(body, waiter),
+                                            STUCK_S)
         except Closed:
             raise self._closed() from None
-        if not answered:
+        if answer is None:
             raise TransferError(errno.ETIMEDOUT, f"{self.remote_name} has not answered for "
                                 f"{STUCK_S:g} s: its process is stopped or its host is away")
-        return answer[0].result
+        return answer.result
 
     def _failed(self):
         return [name for name, qp in self._qps.items() if qp.query()["state"] != "ready"]
@@ -261,6 +258,8 @@ class RemotePeer(Peer):
             if self._qps:
                 self.gone = getattr(wrong, "strerror", None) or str(wrong)
             self._dying, self._qps = self._qps, {}
+        if self.far is not None and not self.nic._ext.closed:
+            self.carrier.lost(self.far)
         for qp in self._dying.values():
             qp.label += " (which has gone: connect again)"
             try:
@@ -278,13 +277,17 @@ class RemotePeer(Peer):
             for name in list(self._dying):
                 self._dying[name].close()
                 del self._dying[name]
+            if self.far is not None:
+                self.carrier.detach(self.far)
         except OSError:
             return False
-        far, self.far = self.far, None
-        if far is not None:
-            self.carrier.detach(far)
+        self.far = None
         self.nic._peers.discard(self)
         return True
+
+    def _disown(self):
+        self._lock, self._resetting = threading.Lock(), threading.Lock()
+        return super()._disown()
 
     def _forget(self):
         """The NIC is closed, and the queue pairs with it."""

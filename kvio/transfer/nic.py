@@ -41,6 +41,7 @@ class Nic:
         self._peers: set[Peer] = set()
         self._listeners: list[Listener] = []
         self._classes: dict[str, TrafficClass] = {}
+        self._port_fd = None            # soft: of the page in which others reserve its link
         self._control = None            # its thread for other processes, once there are any
 
     @classmethod

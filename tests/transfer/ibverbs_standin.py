@@ -85,9 +85,9 @@ class StandIn:
         return {name: self.count(name)
                 for name in ("contexts", "pds", "mrs", "channels", "cqs", "qps")}
 
-    def refuse(self, call, error, times=1):
-        """The next calls of ibv_`call` fail with this errno."""
-        self.library.standin_refuse(call.encode(), error, times)
+    def refuse(self, call, error, times=1, after=0):
+        """`after` calls of ibv_`call` from now, `times` of them fail with this errno."""
+        self.library.standin_refuse(call.encode(), error, after, times)
 
     def fail(self, status, nth=1, device=0):
         """The nth work request carried out from now on ends with this status."""
