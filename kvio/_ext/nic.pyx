@@ -41,6 +41,8 @@ HINTS = {
     "RETRY_EXC_ERR": "the peer does not answer: it was closed or its queue pair is in error",
     "CANCELED": "cancelled before it started",
 }
+FAR_HINT = (", or that memory is private: other processes can reach only that of a "
+            "BlockPool(shared=True)")
 
 
 cdef int check(int rc) except -1:

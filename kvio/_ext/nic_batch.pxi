@@ -100,6 +100,9 @@ cdef class Batch:
             raise IndexError(element)
         name = wc_name(self._info.codes[element])
         hint = HINTS.get(name)
+        if self.qp.far is not None and self.qp.nic.fabric is not None and \
+                name in ("LOC_PROT_ERR", "REM_ACCESS_ERR"):
+            hint = hint.replace("; call", FAR_HINT + "; call")
         return f"{name} ({self.qp.label})" + (f": {hint}" if hint else "")
 
     def __getbuffer__(self, Py_buffer *view, int flags):
