@@ -175,7 +175,8 @@ static bool may_burst(const struct soft_qp *qp)
 	const struct soft_wqe *wqe = soft_wqe_at(qp, qp->cur);
 
 	return !qp->source->bytes_per_s && !qp->sink->bytes_per_s && !qp->source->drop_in &&
-	       !soft_nic_of(qp)->fail_in && qp->seen == qp->cur && qp->offset == 0 &&
+	       !soft_nic_of(qp)->fail_in && qp->remote && qp->remote->remote == qp &&
+	       qp->remote->state == KVIO_QP_READY && qp->seen == qp->cur && qp->offset == 0 &&
 	       wqe->wr.num_sge == 0 && wqe->wr.length > 0;
 }
 
