@@ -56,7 +56,7 @@ class Transfer:
         """`what` names the batch in errors; `finish(status)` computes the result."""
         self._handle, self._what, self._process = handle, what, _generation
         self._keep, self._on_drain = keep, [on_drain] if on_drain else []
-        self._finish = finish       # not a method of ours: a cycle would leave each to the collector
+        self._finish = finish       # no method of ours: that would be a cycle
         with _lock:
             _in_flight.add(self)
 

@@ -44,7 +44,7 @@ def bytes_by_sl(nic, way="rx"):
 
 @pytest.mark.parametrize("begun", [1, 4095, 4096, 10_000, 1_000_000])
 def test_one_batch_under_saturating_kv(virtual, begun):
-    """16 MiB: at most the rest of a packet and 0.104 % late; KV gets every byte that is left."""
+    """16 MiB: the rest of a packet and four or five of the low table late; KV gets every byte that is left."""
     cluster = Cluster(virtual)
     kv = cluster.post(64 * MIB, KV)
     virtual.fabric.advance(begun)
@@ -53,7 +53,7 @@ def test_one_batch_under_saturating_kv(virtual, begun):
     collective = cluster.post(16 * MIB, COLLECTIVE)
     end = cluster.finish(collective, 8192)
     slowed = (end - begun) / (16 * MIB) - 1
-    assert 0.0010 < slowed < 0.0014                         # 0.12 %; wanted: within 0.5 %
+    assert 0.0009 < slowed < 0.0014                         # 0.12 %; wanted: within 0.5 %
     assert not kv.done
     sink, source = cluster.sinks[0], cluster.sources[0]
     # The packets that had started by `now`, in bytes, are the time to the end of the last one.
@@ -103,7 +103,7 @@ def test_incast_is_arbitrated_by_the_receiving_port(virtual):
     virtual.fabric.advance(5000)
     cluster.sources[0].poll()
     end = cluster.finish(cluster.post(16 * MIB, COLLECTIVE, source=0))
-    assert 0.0010 < (end - 5000) / (16 * MIB) - 1 < 0.0014
+    assert 0.0009 < (end - 5000) / (16 * MIB) - 1 < 0.0014
     assert virtual.fabric.now_ns - 4096 <= cluster.sinks[0].stats()["rx_busy_ns"] \
         <= virtual.fabric.now_ns + 4096
     shares = [bytes_by_sl(nic, "tx")[KV.sl] for nic in cluster.sources[1:]]
@@ -119,7 +119,7 @@ def test_a_sending_port_is_arbitrated_too(virtual):
     virtual.fabric.advance(5000)
     cluster.sources[0].poll()
     end = cluster.finish(cluster.post(16 * MIB, COLLECTIVE))
-    assert 0.0010 < (end - 5000) / (16 * MIB) - 1 < 0.0014
+    assert 0.0009 < (end - 5000) / (16 * MIB) - 1 < 0.0014
     moved = bytes_by_sl(cluster.sources[0], "tx")
     assert sum(moved) == virtual.fabric.now_ns // 4096 * 4096 + 4096
 
