@@ -56,7 +56,7 @@ class Transfer:
         """`what` names the batch in errors; `finish(status)` computes the result."""
         self._handle, self._what, self._process = handle, what, _generation
         self._keep, self._on_drain = keep, [on_drain] if on_drain else []
-        self._finish = finish or self._all_or_error
+        self._finish = finish       # no method of ours: that would be a cycle
         with _lock:
             _in_flight.add(self)
 
@@ -137,7 +137,7 @@ class Transfer:
 
     def _result(self):
         self._drained()
-        return self._finish(self.status)
+        return (self._finish or self._all_or_error)(self.status)
 
     def _drained(self):
         with _lock:
@@ -147,7 +147,7 @@ class Transfer:
             callback()
 
     def _all_or_error(self, status):
-        bad = np.flatnonzero(status)
+        bad, = status.nonzero()
         if len(bad) == 0:
             return None
         first = int(bad[0])

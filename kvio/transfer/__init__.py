@@ -16,5 +16,5 @@ from kvio.transfer.fabric import Fabric
 from kvio.transfer.nic import Access, Nic, Region
 from kvio.transfer.peer import Listener, Peer
 
-__all__ = ["Access", "Arbitration", "COLLECTIVE", "Fabric", "KV", "Listener", "Nic", "Peer", "Region",
-           "TrafficClass"]
+__all__ = ["Access", "Arbitration", "COLLECTIVE", "Fabric", "KV", "Listener", "Nic", "Peer",
+           "Region", "TrafficClass"]

@@ -223,20 +223,21 @@ def test_an_empty_message_costs_a_unit():
         pair.b.close()
 
 
-@settings(max_examples=100, deadline=None)
-@given(rules=arbitrations(st.integers(0, 8)), packet=st.sampled_from([64, 256, 1500, 4096]))
+@settings(max_examples=60, deadline=None)
+@given(rules=arbitrations(st.integers(0, 4)), packet=st.sampled_from([256, 1500, 4096]))
 def test_nobody_starves_and_the_port_never_idles(rules, packet):
     lanes = [TrafficClass(f"sl{sl}", sl, 0) for sl in
              {vl: sl for sl, vl in enumerate(rules.sl2vl)}.values()]
     if rules.high_limit == 255:                             # may starve the low table, not others
         high = {vl for vl, weight in rules.vlarb_high if weight}
         lanes = [lane for lane in lanes if rules.sl2vl[lane.sl] in high] or lanes
-    busy = Saturated(rules, lanes, packet)
-    spent = 8 * 4096 + 2 * packet                           # of high for each packet of low
+    busy = Saturated(rules, lanes, packet, 8 << 20)
+    spent = 4 * 4096 + 2 * packet                           # of high for each packet of low
     low = sum(64 * weight // packet + 1 for _, weight in rules.vlarb_low)
     high = sum(64 * weight + packet for _, weight in rules.vlarb_high)
     nbytes = 2 * (low + 1) * spent + 2 * high
     ran = busy.run(nbytes)
+    assert nbytes < 8 << 20
     assert nbytes <= sum(ran) < nbytes + packet             # which counts from its start
     assert min(ran) > 0
     busy.close()
