@@ -221,6 +221,7 @@ struct kvio_nic_info {
 	uint32_t max_sge_rd;		/* of a READ */
 	uint32_t max_rd_atomic;
 	uint64_t max_msg_nbytes;
+	uint64_t async_events;		/* what the device has said unasked: a port down, ... */
 	uint64_t pd;			/* addresses of the library's own objects, of rail 0 */
 	uint64_t context;
 	struct kvio_rail_info {

@@ -103,6 +103,7 @@ cdef extern from "kvio/nic.h" nogil:
         uint32_t max_sge_rd
         uint32_t max_rd_atomic
         uint64_t max_msg_nbytes
+        uint64_t async_events
         uint64_t pd
         uint64_t context
         kvio_rail_info rails[8]

@@ -165,7 +165,8 @@ cdef class Nic:
                       port=r.port, mtu=r.mtu, lid=r.lid, uses_wr_api=bool(r.uses_wr_api),
                       bits_per_s=r.bits_per_s) for r in c.rails[:c.num_rails]]
         return dict(max_sge=c.max_sge, max_sge_rd=c.max_sge_rd, max_rd_atomic=c.max_rd_atomic,
-                    max_msg_nbytes=c.max_msg_nbytes, pd=c.pd, context=c.context, rails=rails)
+                    max_msg_nbytes=c.max_msg_nbytes, async_events=c.async_events, pd=c.pd,
+                    context=c.context, rails=rails)
 
     @property
     def in_flight(self) -> int:
@@ -284,6 +285,7 @@ cdef class QueuePair:
     cdef readonly Nic nic
     cdef readonly Nic remote_nic        # held: its memory is read and written through this
     cdef readonly Far far               # or another process's
+    cdef readonly uint8_t sl, tclass    # as asked for
     cdef public str label
 
     def __cinit__(self, Nic nic not None, uint8_t sl, uint8_t tclass, uint32_t depth=0,
@@ -294,7 +296,7 @@ cdef class QueuePair:
             far._check_open()
             params.far = far._far
         check(kvio_qp_create(nic._nic, &params, &self._qp))
-        self.nic, self.far, self.label = nic, far, ""
+        self.nic, self.far, self.label, self.sl, self.tclass = nic, far, "", sl, tclass
 
     def __dealloc__(self):
         # A NIC that was closed has destroyed it already. Busy: the NIC will.
@@ -344,16 +346,18 @@ cdef class QueuePair:
         check(kvio_qp_connect(self._qp, ends, <uint32_t>(other.shape[0] // sizeof(kvio_endpoint))))
 
     def query(self) -> dict:
-        """Read back from the device."""
+        """Read back from the device. `ignored`: which of sl and tclass it does not have as asked
+        (Soft-RoCE knows no sl, an InfiniBand path without GRH no tclass)."""
         cdef kvio_qp_info info
         self._check_open()
         check(kvio_qp_query(self._qp, &info))
         local = info.local[0]
-        return dict(qpn=local.qpn, mtu=local.mtu, sl=local.sl, tclass=local.tclass,
-                    rails=[dict(qpn=e.qpn, psn=e.psn, mtu=e.mtu, rd_atomic=e.rd_atomic, lid=e.lid,
-                                sl=e.sl, tclass=e.tclass, gid=bytes(e.gid[:16]))
-                           for e in info.local[:info.num_rails]],
-                    state=STATES[info.state], depth=info.depth, max_sge=info.max_sge,
+        asked, rails = dict(sl=self.sl, tclass=self.tclass), [
+            dict(qpn=e.qpn, psn=e.psn, mtu=e.mtu, rd_atomic=e.rd_atomic, lid=e.lid, sl=e.sl,
+                 tclass=e.tclass, gid=bytes(e.gid[:16])) for e in info.local[:info.num_rails]]
+        ignored = [name for name in asked if any(rail[name] != asked[name] for rail in rails)]
+        return dict(ignored=ignored, qpn=local.qpn, mtu=local.mtu, sl=local.sl, tclass=local.tclass,
+                    rails=rails, state=STATES[info.state], depth=info.depth, max_sge=info.max_sge,
                     free=info.free, in_flight=info.in_flight)
 
     def fail(self):

@@ -357,6 +357,7 @@ static void verbs_info(struct kvio_nic *base, struct kvio_nic_info *out)
 	out->max_sge_rd = nic->max_sge_rd;
 	out->max_rd_atomic = (uint32_t)nic->rails[0].device.max_qp_init_rd_atom;
 	out->max_msg_nbytes = nic->max_msg;
+	out->async_events = nic->async_events;
 	out->pd = (uint64_t)(uintptr_t)nic->rails[0].pd;
 	out->context = (uint64_t)(uintptr_t)nic->rails[0].context;
 	for (uint32_t r = 0; r < nic->num_rails; r++) {

@@ -1,7 +1,12 @@
-"""NICs for the tests: of every provider (`provider`), or soft ones in virtual time (`virtual`)."""
+"""NICs for the tests: of every provider (`provider`), or soft ones in virtual time (`virtual`).
+
+"standin" is the provider verbs on the stand-in for libibverbs, wherever that can be built.
+"""
+import gc
 import os
 import uuid
 
+import ibverbs_standin
 import pytest
 
 from kvio.errors import BackendUnavailable
@@ -9,14 +14,19 @@ from kvio.transfer import Fabric, Nic
 from nics import Pair
 from require import parts_used, required, skip_or_fail
 
+DEVICES = {"soft": "soft", "verbs": "verbs:rxe0", "cuda": "cuda:0", "standin": "verbs:standin0"}
 INSIDE = bool(os.environ.get("KVIO_LAB"))
-DEVICES = {"soft": "soft", "verbs": "verbs:rxe0", "cuda": "cuda:0"}
 # In the lab what "a" and "b" of a pair say to each other crosses a cable.
 FAR_ENDS = {"verbs": "verbs:rxe1"} if INSIDE else {}
+
+if not INSIDE:
+    ibverbs_standin.choose()        # before anything in this process opens libibverbs
 
 
 def why_not(name):
     """Why this provider cannot run here, or None."""
+    if name == "standin":
+        return ibverbs_standin.why_not()
     try:
         Nic.open(DEVICES[name]).close()
     except BackendUnavailable as missing:
@@ -30,27 +40,52 @@ PROVIDERS = ["verbs"] if INSIDE else [name for name in DEVICES if name == "soft"
                                       or required(name) or not why_not(name)]
 
 
+@pytest.fixture(scope="session")
+def standin_library():
+    """The controls of the stand-in for libibverbs, which kvio has open."""
+    if ibverbs_standin.why_not():
+        pytest.skip(ibverbs_standin.why_not())
+    return ibverbs_standin.StandIn(ibverbs_standin.build())
+
+
+@pytest.fixture
+def standin(standin_library):
+    """The same, as new; at the end nothing may be left of what was made on it."""
+    before = standin_library.objects()
+    standin_library.reset()
+    yield standin_library
+    standin_library.reset()
+    gc.collect()
+    assert standin_library.objects() == before
+
+
 @pytest.fixture(params=PROVIDERS)
 def provider(request):
     """Opens NICs of one provider; closes them at the end."""
     name, opened = request.param, []
 
     def open_nic(**options):
+        if name != "soft":
+            options.pop("bytes_per_s", None)
         ends = FAR_ENDS if options.get("name") == "b" else DEVICES
         opened.append(Nic.open(ends.get(name, DEVICES[name]), **options))
         return opened[-1]
-    if name != "soft":
+    if name == "standin":
+        request.getfixturevalue("standin")
+    elif name != "soft":
         if why_not(name):
             skip_or_fail(name, why_not(name))
         parts_used[name] += 1
     yield open_nic
-    for nic in opened:
-        nic.close(cancel=True)
+    while opened:
+        opened.pop().close(cancel=True)
 
 
 @pytest.fixture
 def pair(provider):
-    return Pair(provider, address=uuid.uuid4().hex)
+    made = Pair(provider, address=uuid.uuid4().hex)
+    yield made
+    vars(made).clear()              # pytest keeps it, and a device is closed with its last NIC
 
 
 @pytest.fixture
