@@ -36,7 +36,7 @@ class Pair:
         self.mine, self.theirs = pattern(nbytes, 1), pattern(nbytes, 2)
         self.local, self.remote = self.a.register(self.mine), self.b.register(self.theirs)
         self.listener = self.b.listen(address)
-        self.peer = self.a.connect(address)
+        self.peer = self.a.connect(self.listener.address)
         self.back = self.listener.accept()
 
     def read(self, local_at, remote_at, length):

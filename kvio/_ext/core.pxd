@@ -43,6 +43,8 @@ cdef extern from "kvio/block.h" nogil:
     int64_t kvio_describe(kvio_wr *out, uint32_t opcode, const kvio_side *local,
                           const kvio_side *remote, size_t count, uint32_t nbytes,
                           uint32_t tail_nbytes, uint32_t max_length)
+    int64_t kvio_gather(kvio_wr *wrs, size_t count, kvio_sge *sges, uint32_t max_sge,
+                        uint32_t max_length, size_t *num_sges)
 
 cdef extern from "kvio/nic.h" nogil:
     enum:

@@ -17,7 +17,6 @@ from kvio.transfer.frames import INITIATOR, broken
 
 PART_S = 1.0                    # how long a peer has to answer BYE
 MAX_DEFERRED = 65536            # regions that wait for a transfer to let go of an older one
-_EXPECTED = KvioError, OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError
 
 
 class Connection:
@@ -51,7 +50,7 @@ class Connection:
     def _guard(self, call, *args):
         try:
             call(*args)
-        except _EXPECTED as wrong:
+        except Exception as wrong:              # one connection ends, not the thread
             self.fail(wrong)
 
     def _ready(self, mask):
@@ -128,15 +127,14 @@ class Connection:
         self.peer = weakref.ref(peer)
         self.deadline = None
         self.control.half_open.pop(self, None)
+        link.nic._peers.add(peer)
+        link.nic._classes.update((c.name, c) for c in peer.classes)
         if self.role == INITIATOR:
-            link.nic._peers.add(peer)
             self.waiter.finish(peer)
         else:
-            self._go_live()
             peer.listener = self.listener
-            link.nic._peers.add(peer)
-            self.listener._accepted.append(peer)
-        link.nic._classes.update((c.name, c) for c in peer.classes)
+            self.listener._accepted.append(peer)        # before the other end knows
+            self._go_live()
         self.link = self.listener = self.waiter = None
 
     # ---- frames of peers
@@ -185,7 +183,7 @@ class Connection:
                 if not self._region(self._deferred[0]):
                     return False
                 self._deferred.popleft()
-        except _EXPECTED as wrong:
+        except Exception as wrong:
             self._deferred.popleft()            # its descriptors have been taken care of
             self.fail(wrong)
         return True
@@ -234,6 +232,14 @@ class Connection:
 
     # ---- what our own side wants; True: an answer will come
 
+    def tell(self, what, key, waiter) -> bool:
+        """`announce` or `retract`, of which nothing is raised."""
+        try:
+            return (self.announce if what == "announce" else self.retract)(key, waiter)
+        except Exception as wrong:
+            self.fail(wrong)
+            return False
+
     def announce(self, key, waiter=None) -> bool:
         """Tell of a region, once. Nothing is told of one without remote access."""
         if key in self.told:
@@ -251,7 +257,7 @@ class Connection:
         self.told.add(key)
         self._unheard[frames.REGION, key] = []
         fds = () if fd is None else (fd,)
-        self._guard(self.send, frames.REGION, {"ad": ad.hex(), "fds": len(fds)}, fds)
+        self.send(frames.REGION, {"ad": ad.hex(), "fds": len(fds)}, fds)
         return self._wait_too(frames.REGION, key, waiter)
 
     def retract(self, key, waiter) -> bool:
@@ -259,7 +265,7 @@ class Connection:
             return False
         self.told.discard(key)
         self._unheard[frames.GONE, key] = []
-        self._guard(self.send, frames.GONE, {"key": key})
+        self.send(frames.GONE, {"key": key})
         return self._wait_too(frames.GONE, key, waiter)
 
     def _wait_too(self, kind, key, waiter):
@@ -301,7 +307,7 @@ class Connection:
         if is_known and not getattr(wrong, "told", False) and self in self.control.connections:
             try:
                 self.send(frames.REFUSE, handshake.refusal(wrong))
-            except _EXPECTED:
+            except (KvioError, OSError):
                 pass
         self.die(wrong)
 

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 
-from kvio.errors import Closed, KvioError, TransferError
+from kvio.errors import Closed, TransferError
 from kvio.transfer.connection import Connection
 from kvio.transfer.frames import TARGET
 
@@ -82,7 +82,7 @@ class Acceptor:
             keep_alive(sock)
             conn = Connection(self.control, sock, TARGET, nic, self.secret,
                               time.monotonic() + HANDSHAKE_S, listener)
-        except (KvioError, OSError) as wrong:
+        except Exception as wrong:
             sock.close()
             return listener.note(wrong)
         self.control.add(conn)
@@ -133,14 +133,20 @@ class Control:
         self._jobs.append(job)
         self._wake()
 
-    def ask(self, job, timeout) -> bool:
-        """Let it call job(waiter), and wait until the waiter is finished: True, or time is up."""
+    def ask(self, job, timeout) -> "Waiter | None":
+        """Let it call job(waiter), and wait until the waiter is finished; None: time is up."""
         waiter = Waiter()
-        self.submit(lambda: job(waiter))
+
+        def run():
+            try:
+                job(waiter)
+            except Exception as wrong:
+                waiter.finish(error=wrong)
+        self.submit(run)
         done = waiter.wait(timeout)
         if waiter.error is not None:
             raise waiter.error
-        return done
+        return waiter if done else None
 
     def announce(self, key: int) -> None:
         """A region is new: tell the peers; return when those that are alive know it."""
@@ -236,8 +242,11 @@ class Control:
             self._tick_s = TICK_S
             return
         nic = self.nic()
-        if nic is not None and not nic._ext.closed:
-            nic._ext.drive()                    # nobody else may be doing it
+        try:
+            if nic is not None:
+                nic._ext.drive()                # nobody else may be doing it
+        except ValueError:
+            pass                                # it is closed
         done = {each for each in self.restless if each.tick()}
         self.restless -= done
         self._tick_s = TICK_S if done else min(2 * self._tick_s, LONGEST_TICK_S)
@@ -280,7 +289,7 @@ class Control:
             self.selector.unregister(conn.stream.sock)
 
     def _tell(self, what, key, waiter):
-        asked = [conn for conn in list(self.live) if getattr(conn, what)(key, waiter)]
+        asked = [conn for conn in list(self.live) if conn.tell(what, key, waiter)]
         waiter.expect(conn for conn in asked if conn in self.live)
 
 
@@ -319,9 +328,13 @@ def _in_child():
     for control in list(_controls):
         control.ended = True
         nic = control.nic()
-        for each in [*control.connections, *control.acceptors]:
-            sock = each.stream.sock if isinstance(each, Connection) else each.sock
-            sock.close()
+        for conn in control.connections:
+            conn.stream.sock.close()
+        for acceptor in control.acceptors:
+            acceptor.sock.close()
+            listener = acceptor.listener()
+            if listener is not None:
+                listener._acceptor = None       # its name in the file system stays
         control.selector.close()
         os.close(control._event_fd)
         _of_parents.append((control, list(control.connections), list(control.restless)))
@@ -332,6 +345,7 @@ def _in_child():
 
 
 def _at_exit():
+    """Peers learn at once, and no thread is left that would wake up in a dying interpreter."""
     for control in list(_controls):
         control.stop()
 

@@ -165,19 +165,16 @@ class RemotePeer(Peer):
             raise self._closed()
 
     def _ask(self, body) -> dict:
-        connection, answer = self._other, []
-
-        def job(waiter):
-            answer.append(waiter)
-            connection.request(body, waiter)
+        connection = self._other
         try:
-            answered = connection.control.ask(job, STUCK_S)
+            answer = connection.control.ask(lambda waiter: connection.request(body, waiter),
+                                            STUCK_S)
         except Closed:
             raise self._closed() from None
-        if not answered:
+        if answer is None:
             raise TransferError(errno.ETIMEDOUT, f"{self.remote_name} has not answered for "
                                 f"{STUCK_S:g} s: its process is stopped or its host is away")
-        return answer[0].result
+        return answer.result
 
     def _failed(self):
         return [name for name, qp in self._qps.items() if qp.query()["state"] != "ready"]
@@ -278,13 +275,17 @@ class RemotePeer(Peer):
             for name in list(self._dying):
                 self._dying[name].close()
                 del self._dying[name]
+            if self.far is not None:
+                self.carrier.detach(self.far)
         except OSError:
             return False
-        far, self.far = self.far, None
-        if far is not None:
-            self.carrier.detach(far)
+        self.far = None
         self.nic._peers.discard(self)
         return True
+
+    def _disown(self):
+        self._lock, self._resetting = threading.Lock(), threading.Lock()
+        return super()._disown()
 
     def _forget(self):
         """The NIC is closed, and the queue pairs with it."""

@@ -8,10 +8,11 @@ import collections
 import errno
 import os
 import stat
+import threading
 import time
 import warnings
 
-from kvio.errors import Closed, InvalidArgument, TransferError
+from kvio.errors import Closed, InvalidArgument, KvioError, TransferError
 from kvio.transfer import addresses, handshake
 from kvio.transfer.connection import Connection
 from kvio.transfer.control import Control, keep_alive
@@ -81,9 +82,19 @@ def _warn(peer):
 
 
 def _control_of(nic) -> Control:
-    if nic._control is None:
-        nic._control = Control(nic)
-    return nic._control
+    with _making:
+        if nic._control is None:
+            nic._control = Control(nic)
+        return nic._control
+
+
+def _forget_lock():
+    global _making
+    _making = threading.Lock()
+
+
+_forget_lock()
+os.register_at_fork(after_in_child=_forget_lock)
 
 
 def _check_kind(nic, address):
@@ -137,24 +148,22 @@ def connect(nic, address, classes, secret, timeout):
             keep_alive(sock)
             made.append(Connection(control, sock, INITIATOR, nic, secret, deadline,
                                    classes=classes, waiter=waiter))
-            control.add(made[0])
-        except Exception as wrong:
+        except BaseException:
             sock.close()
-            waiter.finish(error=wrong)
-        made.append(waiter)
+            raise
+        control.add(made[0])
     try:
-        control.ask(begin, deadline - time.monotonic() + GIVE_UP_S)
-    except (TransferError, InvalidArgument) as wrong:
+        peer = control.ask(begin, deadline - time.monotonic() + GIVE_UP_S)
+    except KvioError as wrong:
         raise _named(wrong, nic, address) from None
     except BaseException:                       # Ctrl-C: nobody wants it any more
-        control.submit(lambda: [each.part("interrupted") for each in made[:1]])
+        control.submit(lambda: [each.part("interrupted") for each in made])
         raise
-    peer = made[1].result
     if peer is None:
         raise TransferError(errno.ETIMEDOUT, f"{nic.name}: {address!r} has not answered for "
                             f"{timeout} s")
-    _warn(peer)
-    return peer
+    _warn(peer.result)
+    return peer.result
 
 
 def _named(wrong, nic, address):

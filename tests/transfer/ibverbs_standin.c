@@ -13,6 +13,7 @@ struct standin_device devices[MAX_DEVICES];
 uint32_t num_devices;
 
 static struct standin_context *contexts;
+static uint32_t loopback;		/* the index of the network interface of all GIDs */
 static struct { char call[32]; int error, times; } refusals[16];	/* the bus guards them */
 
 void die(const char *format, ...)
@@ -116,6 +117,7 @@ EXPORT void standin_reset(void)
 __attribute__((constructor)) static void loaded(void)
 {
 	standin_reset();
+	loopback = if_nametoindex("lo");
 	num_devices = (uint32_t)devices[0].is.devices;
 	if (num_devices > MAX_DEVICES)
 		die("KVIO_STANDIN: at most %d devices", MAX_DEVICES);
@@ -266,11 +268,6 @@ EXPORT __be64 ibv_get_device_guid(struct ibv_device *device)
 	return 0x0200000000000000u | ((struct standin_device *)device)->index;
 }
 
-EXPORT int ibv_get_device_index(struct ibv_device *device)
-{
-	return (int)((struct standin_device *)device)->index;
-}
-
 static int query_port(struct ibv_context *context, uint8_t port, struct ibv_port_attr *out,
 		      size_t nbytes)
 {
@@ -387,7 +384,7 @@ void gid_of(const struct standin_device *device, uint32_t index, struct ibv_gid_
 	out->port_num = 1;
 	out->gid_type = is_ib ? IBV_GID_TYPE_IB : index % 2 ? IBV_GID_TYPE_ROCE_V2 :
 			IBV_GID_TYPE_ROCE_V1;
-	out->ndev_ifindex = is_ib ? 0 : if_nametoindex("lo");
+	out->ndev_ifindex = is_ib ? 0 : loopback;
 	if (is_ib || index < 2) {
 		out->gid.raw[0] = 0xfe;
 		out->gid.raw[1] = 0x80;

@@ -407,7 +407,7 @@ static void carry_out_next(struct standin_qp *qp, struct standin_device *device)
  * the next one is due. */
 static uint64_t turn(struct standin_device *device)
 {
-	uint64_t soonest = UINT64_MAX, now = now_ns();
+	uint64_t soonest = UINT64_MAX;
 	bool frozen = SETTING(device, frozen);
 
 	pthread_mutex_lock(&bus);
@@ -418,7 +418,7 @@ static uint64_t turn(struct standin_device *device)
 		if (qp->done == __atomic_load_n(&qp->posted, __ATOMIC_ACQUIRE) ||
 		    (state != IBV_QPS_ERR && (state != IBV_QPS_RTS || frozen)))
 			continue;
-		if (state == IBV_QPS_RTS && due > now) {
+		if (state == IBV_QPS_RTS && due && due > now_ns()) {
 			soonest = due < soonest ? due : soonest;
 			continue;
 		}
