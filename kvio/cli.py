@@ -5,7 +5,7 @@ import sys
 import threading
 
 import kvio
-from kvio import cli_store, doctor
+from kvio import bench_transfer, cli_qos, cli_store, doctor
 from kvio.errors import KvioError
 
 
@@ -24,9 +24,19 @@ def parser() -> argparse.ArgumentParser:
         "one; under 2 minutes in all. Emulated bandwidths are labelled so. Exits 0 when all modes "
         "generate the same tokens and every hit is as predicted.")
     command.add_argument("--json", action="store_true", help="figures for programs: real.MODE, "
-                         "timed.MODE (the first --nodes), timed_1p2d.MODE (further ones)")
-    command.add_argument("--only", action="append", choices=["real", "timed"],
-                         help="one of the two parts (default: both)")
+                         "timed.MODE (the first --nodes), timed_1p2d.MODE (further ones), "
+                         "collectives.one_class and .two_classes")
+    command.add_argument("--only", action="append", choices=["real", "timed", "collectives"],
+                         help="one of the parts; may be repeated (default: real and timed; with a "
+                         "seeded model real alone)")
+    command.add_argument("--collectives", action="store_true", help="the engines exchange "
+                         "collectives beside KV, in one traffic class and in two: their latency "
+                         "and TPOT (alone, or beside what --only names)")
+    command.add_argument("--model", default="smollm2", metavar="NAME", help="of the part real: "
+                         "smollm2 (default), or seeded:LAYERS, a tiny one that needs no package "
+                         "and little CPU")
+    command.add_argument("--nic", default="soft", metavar="DEVICE", help="what all engines' NICs "
+                         "are opened on: soft (default), or verbs:HCA, whose links are not paced")
     command.add_argument("--exact", action="store_true", help="real model: arithmetic that is "
                          "bit for bit the same for any split of the tokens (slower)")
     command.add_argument("--nodes", action="append", metavar="1P2D", help="timed run: prefill and "
@@ -37,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
                          "directory); removed afterwards")
     command.add_argument("--quiet", action="store_true", help="no progress on stderr")
     command.set_defaults(run=_demo)
+    bench_transfer.add_command(commands)
+    cli_qos.add_command(commands)
     cli_store.add_commands(commands)
     return top
 

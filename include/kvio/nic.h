@@ -20,7 +20,8 @@
 #include "kvio/block.h"
 
 #define KVIO_NUM_SL 16
-#define KVIO_NUM_VL 4		/* soft NICs: vl = sl mod 4 */
+#define KVIO_NUM_VL 15		/* virtual lanes of data: 0..14; 15 is management's alone */
+#define KVIO_MAX_VLARB 64		/* entries of an arbitration table */
 #define KVIO_MAX_SGE 64
 #define KVIO_MAX_RAILS 8		/* devices that one NIC stripes over */
 #define KVIO_NEVER UINT64_MAX	/* a time that does not come */
@@ -362,8 +363,26 @@ int kvio_wc_errno(uint32_t status);			/* as -errno */
 
 /* ---- the soft provider's network and clock ---- */
 
-/* virtual_clock: time stands at 0 and moves by kvio_fabric_advance; else CLOCK_MONOTONIC. */
-int kvio_fabric_open(struct kvio_fabric **out, int virtual_clock);
+/* An entry of an arbitration table. */
+struct kvio_vlarb {
+	uint8_t vl;
+	uint8_t weight;			/* units of 64 bytes in its turn; 0: it is skipped */
+};
+
+/* Every port of the fabric arbitrates by these tables. */
+struct kvio_fabric_params {
+	bool virtual_clock;		/* stands at 0, moves by kvio_fabric_advance; else
+					   CLOCK_MONOTONIC */
+	uint8_t high_limit;		/* units of 4096 bytes; 0: one packet, 255: no bound */
+	uint8_t sl2vl[KVIO_NUM_SL];
+	uint32_t num_high, num_low;
+	struct kvio_vlarb vlarb_high[KVIO_MAX_VLARB];
+	struct kvio_vlarb vlarb_low[KVIO_MAX_VLARB];
+};
+
+/* -EINVAL: a table is too long, a VL is not one of data, or an SL maps to one without a weight,
+ * whose packets would never leave. */
+int kvio_fabric_open(struct kvio_fabric **out, const struct kvio_fabric_params *params);
 void kvio_fabric_put(struct kvio_fabric *fabric);	/* freed with its last NIC */
 int kvio_fabric_advance(struct kvio_fabric *fabric, uint64_t to_ns);
 uint64_t kvio_fabric_now(struct kvio_fabric *fabric);

@@ -50,6 +50,7 @@ cdef extern from "kvio/nic.h" nogil:
     enum:
         KVIO_NUM_SL
         KVIO_NUM_VL
+        KVIO_MAX_VLARB
         KVIO_LOCAL_WRITE
         KVIO_REMOTE_WRITE
         KVIO_REMOTE_READ
@@ -63,6 +64,17 @@ cdef extern from "kvio/nic.h" nogil:
         pass
     struct kvio_fabric:
         pass
+    struct kvio_vlarb:
+        uint8_t vl
+        uint8_t weight
+    struct kvio_fabric_params:
+        bint virtual_clock
+        uint8_t high_limit
+        uint8_t sl2vl[16]
+        uint32_t num_high
+        uint32_t num_low
+        kvio_vlarb vlarb_high[64]
+        kvio_vlarb vlarb_low[64]
     struct kvio_nic_ops:
         const char *name
     const kvio_nic_ops kvio_soft_ops
@@ -194,7 +206,7 @@ cdef extern from "kvio/nic.h" nogil:
     void kvio_batch_look(kvio_batch *batch, kvio_batch_info *out)
     const char *kvio_wc_name(uint32_t status)
     int kvio_wc_errno(uint32_t status)
-    int kvio_fabric_open(kvio_fabric **out, int virtual_clock)
+    int kvio_fabric_open(kvio_fabric **out, const kvio_fabric_params *params)
     void kvio_fabric_put(kvio_fabric *fabric)
     int kvio_fabric_advance(kvio_fabric *fabric, uint64_t to_ns)
     uint64_t kvio_fabric_now(kvio_fabric *fabric)

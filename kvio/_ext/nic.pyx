@@ -18,7 +18,7 @@ from libc.string cimport memcpy, memset
 from core cimport *
 
 LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ = KVIO_LOCAL_WRITE, KVIO_REMOTE_WRITE, KVIO_REMOTE_READ
-NUM_VL = KVIO_NUM_VL
+NUM_VL, MAX_VLARB = KVIO_NUM_VL, KVIO_MAX_VLARB
 STATES = ("reset", "ready", "error")
 MAX_RAILS, BUSY_POLL = KVIO_MAX_RAILS, KVIO_NIC_BUSY_POLL
 DROP, DELAY, STATUS = 1, 2, 3               # enum kvio_soft_fault
@@ -55,6 +55,14 @@ cdef uint64_t nanoseconds(timeout) except? 1:
     return <uint64_t>min(max(float(timeout), 0.0) * 1e9, 4e18)
 
 
+cdef uint32_t fill_table(kvio_vlarb *table, entries) except? 0:
+    if len(entries) > KVIO_MAX_VLARB:
+        raise ValueError("an arbitration table has at most 64 entries")
+    for i, (vl, weight) in enumerate(entries):
+        table[i] = kvio_vlarb(vl, weight)
+    return len(entries)
+
+
 def wc_name(uint32_t status) -> str:
     """The name of a work completion status."""
     return kvio_wc_name(status).decode()
@@ -62,12 +70,22 @@ def wc_name(uint32_t status) -> str:
 
 @cython.no_gc
 cdef class Fabric:
-    """The network that soft NICs are plugged into, and its clock."""
+    """The network that soft NICs are plugged into, its clock and its arbitration: an object with
+    high_limit, vlarb_high, vlarb_low and sl2vl. EINVAL: see kvio_fabric_open."""
     cdef kvio_fabric *_fabric
     cdef readonly bint is_virtual
 
-    def __cinit__(self, bint is_virtual=False):
-        check(kvio_fabric_open(&self._fabric, is_virtual))
+    def __cinit__(self, bint is_virtual, arbitration):
+        cdef kvio_fabric_params params
+        memset(&params, 0, sizeof(params))
+        params.virtual_clock, params.high_limit = is_virtual, arbitration.high_limit
+        params.num_high = fill_table(params.vlarb_high, arbitration.vlarb_high)
+        params.num_low = fill_table(params.vlarb_low, arbitration.vlarb_low)
+        if len(arbitration.sl2vl) != KVIO_NUM_SL:
+            raise ValueError("sl2vl has one VL for each of the 16 SLs")
+        for sl in range(KVIO_NUM_SL):
+            params.sl2vl[sl] = arbitration.sl2vl[sl]
+        check(kvio_fabric_open(&self._fabric, &params))
         self.is_virtual = is_virtual
 
     def __dealloc__(self):

@@ -144,6 +144,7 @@ static uint64_t send_packets(struct soft_qp *qp, uint64_t until, bool alone)
 	struct run run = plan(qp, wr->length - qp->offset, until, alone);
 	uint64_t last_start = qp->start + (run.packets - 1) * run.step, tx_end, rx_end;
 	struct soft_nic *source = qp->source, *sink = qp->sink;
+	const struct soft_arbitration *rules = &source->fabric->arbitration;
 
 	source->counters.tx_packets += run.packets;
 	source->counters.tx_bytes[qp->sl] += run.nbytes;
@@ -154,8 +155,8 @@ static uint64_t send_packets(struct soft_qp *qp, uint64_t until, bool alone)
 		sink->counters.rx_packets += run.packets;
 		sink->counters.rx_bytes[qp->sl] += run.nbytes;
 	}
-	soft_arbiter_sent(&source->tx.arbiter, soft_vl_of(qp), run.nbytes);
-	soft_arbiter_sent(&sink->rx.arbiter, soft_vl_of(qp), run.nbytes);
+	soft_arbiter_sent(rules, &source->tx.arbiter, qp->vl, run.nbytes, qp->mtu);
+	soft_arbiter_sent(rules, &sink->rx.arbiter, qp->vl, run.nbytes, qp->mtu);
 	tx_end = occupy(&source->tx, source, &run, qp->mtu, last_start);
 	rx_end = occupy(&sink->rx, sink, &run, qp->mtu, last_start);
 	qp->ready = tx_end > rx_end ? tx_end : rx_end;
@@ -322,13 +323,17 @@ int soft_arm(struct kvio_nic *nic)
 
 /* ---- the fabric itself ---- */
 
-int kvio_fabric_open(struct kvio_fabric **out, int virtual_clock)
+int kvio_fabric_open(struct kvio_fabric **out, const struct kvio_fabric_params *params)
 {
 	struct kvio_fabric *fabric = calloc(1, sizeof(*fabric));
 	pthread_condattr_t attributes;
 
 	if (!fabric)
 		return -ENOMEM;
+	if (soft_arbitration_init(&fabric->arbitration, params) < 0) {
+		free(fabric);
+		return -EINVAL;
+	}
 	pthread_mutex_init(&fabric->domain.lock, NULL);
 	pthread_condattr_init(&attributes);
 	pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
@@ -336,8 +341,8 @@ int kvio_fabric_open(struct kvio_fabric **out, int virtual_clock)
 	pthread_condattr_destroy(&attributes);
 	fabric->refs = 1;
 	fabric->timer_fd = -1;
-	fabric->is_virtual = virtual_clock != 0;
-	fabric->epoch_ns = virtual_clock ? 0 : kvio_monotonic_ns();
+	fabric->is_virtual = params->virtual_clock;
+	fabric->epoch_ns = params->virtual_clock ? 0 : kvio_monotonic_ns();
 	*out = fabric;
 	return 0;
 }

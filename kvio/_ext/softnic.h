@@ -26,16 +26,37 @@ struct soft_wqe {
 	uint16_t status;
 };
 
-/* Who may send next on a port. The seam for the two-table arbiter: `pick` and `sent`. */
+/* The arbitration tables of a fabric: what its ports go by, and what can be known beforehand. */
+enum { SOFT_HIGH, SOFT_LOW };
+
+struct soft_vlarb {
+	struct kvio_vlarb entries[KVIO_MAX_VLARB];
+	uint32_t length;
+	uint32_t vls;			/* that have a weight in it: a bit each */
+	uint8_t after[KVIO_MAX_VLARB][KVIO_NUM_VL];	/* whose turn a VL takes after this one */
+};
+
+struct soft_arbitration {
+	struct soft_vlarb tables[2];
+	int64_t reload;			/* the budget at its start */
+	uint8_t sl2vl[KVIO_NUM_SL];
+};
+
+/* Who may send next on a port. */
 struct soft_arbiter {
-	uint32_t last;			/* round robin over VLs: the one that sent last */
+	struct {
+		uint32_t index;		/* whose turn it is */
+		uint32_t used;		/* units sent in that turn */
+	} turns[2];
+	int64_t budget;			/* bytes for the high table before the low one may */
 };
 
 struct soft_port {			/* one direction */
 	uint64_t free;			/* busy until then */
 	uint64_t busy;			/* ticks so far */
 	struct soft_arbiter arbiter;
-	uint32_t mask;			/* VLs that wait: for one decision */
+	uint32_t waiting;		/* VLs, a bit each: for one decision */
+	uint32_t vl;			/* the one that may: for one decision */
 };
 
 struct soft_nic {
@@ -71,7 +92,7 @@ struct soft_qp {
 	bool is_busy;
 	/* the message at cur */
 	uint16_t bad;			/* a status: it will fail with that */
-	uint8_t sl;			/* of the end that sends the data */
+	uint8_t sl, vl;			/* of the end that sends the data */
 	struct soft_nic *source, *sink;
 	uint32_t mtu;
 	uint32_t offset;		/* bytes sent */
@@ -85,6 +106,7 @@ struct soft_qp {
 
 struct kvio_fabric {
 	struct kvio_domain domain;
+	struct soft_arbitration arbitration;
 	uint32_t refs;
 	bool is_virtual;
 	uint64_t epoch_ns;
@@ -117,11 +139,6 @@ static inline uint64_t soft_ns(const struct kvio_fabric *fabric, uint64_t ticks)
 	return fabric->epoch_ns + (ticks + SOFT_TICKS - 1) / SOFT_TICKS;
 }
 
-static inline uint32_t soft_vl_of(const struct soft_qp *qp)
-{
-	return qp->sl % KVIO_NUM_VL;
-}
-
 static inline bool soft_is_waiting(const struct soft_qp *qp)
 {
 	return qp->cur != qp->tail;
@@ -138,10 +155,12 @@ static inline uint64_t soft_earliest_start(const struct soft_qp *qp)
 	return start;
 }
 
-/* softport.c: of the packets that can start at `time` (qp->start says so) the one that does; told
- * of what has been sent. */
+/* softport.c: of the packets that can start at `time` (qp->start says so) the one that does; then
+ * both of its ports are told of `nbytes` of the lane, in packets of at most `mtu`. */
+int soft_arbitration_init(struct soft_arbitration *rules, const struct kvio_fabric_params *params);
 struct soft_qp *soft_choose(struct kvio_fabric *fabric, uint64_t time);
-void soft_arbiter_sent(struct soft_arbiter *arbiter, uint32_t vl, uint64_t nbytes);
+void soft_arbiter_sent(const struct soft_arbitration *rules, struct soft_arbiter *arbiter,
+		       uint32_t vl, uint64_t nbytes, uint32_t mtu);
 
 /* softfabric.c */
 uint64_t soft_clock_ns(const struct kvio_fabric *fabric);

@@ -95,6 +95,7 @@ void soft_load(struct soft_qp *qp)
 			qp->source = soft_nic_of(read ? qp->remote : qp);
 			qp->sink = soft_nic_of(read ? qp : qp->remote);
 			qp->sl = read ? qp->remote->base.sl : qp->base.sl;
+			qp->vl = fabric->arbitration.sl2vl[qp->sl];
 			qp->local = (uint8_t *)(uintptr_t)wqe->wr.local_addr;
 			qp->far = (uint8_t *)(uintptr_t)wqe->wr.remote_addr;
 		}

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 
+from kvio.engine.collectives import CollectiveSetting, Collectives
 from kvio.engine.decode import DecodeEngine, drained
 from kvio.engine.prefill import PrefillEngine
 from kvio.engine.request import EngineRequest, usable_hits
@@ -17,7 +18,7 @@ from kvio.layout import BlockLayout, block_keys, root_key, token_array
 from kvio.loader import Mover
 from kvio.scheduler import DE, PE, EngineReport, Request, Scheduler
 from kvio.storage import BlockStore
-from kvio.transfer import COLLECTIVE, KV, Fabric, Nic
+from kvio.transfer import KV, Fabric, Nic, TrafficClass
 
 __all__ = ["Cluster", "ClusterConfig", "MODES"]
 
@@ -26,7 +27,12 @@ MODES = ("none", "basic", "dualpath")
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Sizes and emulated bandwidths. Rates are bytes per second a direction; 0 is unlimited."""
+    """Sizes and emulated bandwidths. Rates are bytes per second a direction; 0 is unlimited.
+
+    nic: what every engine's compute NIC is opened on, "soft" or "verbs:HCA" (all of them on one
+    HCA, then); only soft NICs can be paced. kv_class: the traffic class of all KV. collectives:
+    what the decode engines exchange in each step beside it, None for nothing.
+    """
 
     layout: BlockLayout
     num_prefill: int = 1
@@ -40,6 +46,14 @@ class ClusterConfig:
     alpha: int = 1 << 40
     beta: int = 1 << 40
     model_name: str = "model"
+    nic: str = "soft"
+    kv_class: TrafficClass = KV
+    collectives: CollectiveSetting | None = None
+
+    def __post_init__(self):
+        if self.nic != "soft" and self.cnic_bytes_per_s:
+            raise InvalidArgument(f"cnic_bytes_per_s paces soft NICs; {self.nic!r} goes as fast "
+                                  "as it goes: leave it 0")
 
     def namespace(self, session: str) -> bytes:
         """What a session's block keys begin with: hits count inside a session only."""
@@ -52,10 +66,11 @@ class Cluster:
 
     `store` is None in mode "none" (nothing is reused or stored); "basic" reads on the prefill
     side only; "dualpath" on the side with the shorter reading queue. `make_compute()` gives each
-    engine its arithmetic.
+    engine its arithmetic. `fabric` is the network of soft NICs, the cluster's own by default.
     """
 
-    def __init__(self, config: ClusterConfig, mode: str, store: BlockStore | None, make_compute):
+    def __init__(self, config: ClusterConfig, mode: str, store: BlockStore | None, make_compute,
+                 fabric: Fabric | None = None):
         if mode not in MODES:
             raise InvalidArgument(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
         if (store is None) != (mode == "none"):
@@ -67,7 +82,9 @@ class Cluster:
         self.prefill, self.decode, self._movers = [], [], {}
         self._waiting, self._ids = {}, 0            # request_id -> (request, future)
         self._serving, self._closed = {}, False     # task -> future: until `generate` has ended
-        self._fabric = Fabric()
+        self.collectives, self._fabric = None, fabric
+        if self._fabric is None and config.nic == "soft":
+            self._fabric = Fabric()
 
     async def __aenter__(self):
         with contextlib.ExitStack() as stack:
@@ -97,21 +114,27 @@ class Cluster:
                 read_bytes_per_s=config.snic_bytes_per_s,
                 write_bytes_per_s=config.snic_bytes_per_s, name=name)))
         nic = stack.enter_context(contextlib.closing(Nic.open(
-            "soft", name=name, fabric=self._fabric, bytes_per_s=config.cnic_bytes_per_s)))
+            config.nic, name=name, fabric=self._fabric, bytes_per_s=config.cnic_bytes_per_s)))
         nic.listen(name)
         compute = stack.enter_context(contextlib.closing(self._make_compute()))
         return {"ring": ring, "nic": nic, "compute": compute,
                 "buffer_blocks": config.buffer_blocks}
 
     def _connect(self):
-        classes = [COLLECTIVE, KV]
+        kv = self.config.kv_class
+        classes = [kv]
         loops = {e.name: e.nic.connect(e.name, classes=classes) for e in self.engines}
         for pe in self.prefill:
             for de in self.decode:
                 peers = {(PE, PE): loops[pe.name], (DE, DE): loops[de.name],
                          (PE, DE): pe.nic.connect(de.name, classes=classes)}
                 self._movers[pe.engine_id, de.engine_id] = Mover(
-                    self.layout, {PE: pe.ring, DE: de.ring}, peers, KV)
+                    self.layout, {PE: pe.ring, DE: de.ring}, peers, kv)
+
+        if self.config.collectives is not None:
+            self.collectives = Collectives(self.config.collectives, self.decode)
+            for i, engine in enumerate(self.decode):
+                engine.exchange = self.collectives.of(i)
 
     @property
     def engines(self):

@@ -10,24 +10,17 @@ one state one after the other.
 """
 import asyncio
 import concurrent.futures
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvio.engine.clock import now_s, sleep_until
 from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout
 
-__all__ = ["ModelCompute", "TimedCompute", "sleep_until"]
+__all__ = ["ModelCompute", "TimedCompute"]
 
 _ROWS = 64                                  # working caches grow in whole blocks
-
-
-async def sleep_until(deadline_s: float) -> None:
-    """Sleep until the monotonic time `deadline_s`."""
-    delay = deadline_s - time.monotonic()
-    if delay > 0:
-        await asyncio.sleep(delay)
 
 
 @dataclass
@@ -72,7 +65,7 @@ class ModelCompute:
         """Compute one layer. `slot` is uint8 [tokens, bytes_per_token]: hits are read from it,
         new KV is written behind them. Returns when it was done."""
         await self._run(self._prefill_layer, state, layer, slot)
-        return time.monotonic()
+        return now_s()
 
     def _prefill_layer(self, state, layer, slot):
         total, hits = len(state.tokens), state.num_hits
@@ -213,5 +206,5 @@ class TimedCompute:
         for sequence in sequences:
             self.write_records(sequence.kv_rows(sequence.num_tokens),
                                sequence.request.generated[-1:], sequence.num_tokens, layers)
-        await self._stream(self.decode_s, time.monotonic())
+        await self._stream(self.decode_s, now_s())
         return [self._token(s.request.generated[-1], s.num_tokens, s.state) for s in sequences]

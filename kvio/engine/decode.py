@@ -58,6 +58,7 @@ class DecodeEngine(Node):
         self.num_requests = self.num_tokens = 0     # assigned and not yet decoded
         self.promised_blocks = 0                    # HBM of assigned requests, held or to come
         self.num_persisted_blocks = self.num_persist_failures = 0
+        self.exchange = None                        # async, awaited at the end of each step
         self._batch, self._joining = [], []
         self._computing, self._computed = None, ()  # the step that runs, and its sequences
         self._work, self._task = asyncio.Event(), None
@@ -126,6 +127,8 @@ class DecodeEngine(Node):
     async def _step(self):
         batch = list(self._batch)
         made = await self._compute_step([sequence for sequence, _ in batch])
+        if self.exchange is not None:
+            await self.exchange()
         for (sequence, mover), (token, margin) in zip(batch, made, strict=True):
             if sequence.done.done():
                 continue                            # it has left: its blocks are not its own

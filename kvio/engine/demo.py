@@ -1,9 +1,11 @@
 """`kvio demo`: the same tokens in every mode, with real bytes, and two read paths against one.
 
 (a) A real language model serves a small agent conversation in the modes none, basic, dualpath.
+The real model may be a seeded one, which costs next to nothing (demo_model.py).
 (b) Timed stand-in compute serves a longer, storage-bound trace: the same files, rings, queues and
 bytes, with sleep in place of arithmetic and emulated bandwidths, so that on two cores the storage
 NICs are what limits, as they do in the clusters that DualPath is for.
+(c) On request, collectives beside KV, in one traffic class and in two (demo_collectives.py).
 """
 import asyncio
 import contextlib
@@ -19,14 +21,17 @@ import numpy as np
 
 from kvio.engine.cluster import Cluster, ClusterConfig
 from kvio.engine.compute import ModelCompute, TimedCompute
+from kvio.engine.demo_collectives import collectives_part
+from kvio.engine.demo_model import check_model, load_model, one_blas_thread
 from kvio.engine.metrics import figures
 from kvio.engine.report import render
-from kvio.engine.request import Session, Turn, predicted_hit_tokens
+from kvio.engine.request import predicted_hit_tokens
 from kvio.engine.workload import prime_store, run_sessions, timed_sessions, timed_totals
-from kvio.errors import InvalidArgument, ModelMissing
+from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout
 from kvio.memory import BlockPool
 from kvio.storage import BlockStore
+from kvio.transfer import Nic
 
 __all__ = ["TimedSetting", "real_part", "run", "timed_part"]
 
@@ -57,6 +62,10 @@ class TimedSetting:
     @property
     def name(self) -> str:
         return f"{self.num_prefill}P{self.num_decode}D"
+
+    def cnic_bytes_per_s(self, nic: str) -> int:
+        """Only soft NICs can be paced: 0 for others."""
+        return self.snic_bytes_per_s * self.cnic_per_snic if nic == "soft" else 0
 
     def prefill_s_per_token(self, totals: dict) -> float:
         """Compute per new token at which Basic loads `load_compute_ratio` times as long as it
@@ -114,9 +123,10 @@ async def _serve(config, mode, store, make_compute, sessions, progress, in_step=
 
 
 @contextlib.contextmanager
-def _fresh_store(folder, layout):
+def _fresh_store(folder, layout, **options):
+    options = {name: value for name, value in options.items() if value is not None}
     with tempfile.TemporaryDirectory(prefix="kvio-demo-", dir=folder) as path, \
-            BlockStore.open(path, layout) as store:
+            BlockStore.open(path, layout, **options) as store:
         yield store
 
 
@@ -147,63 +157,56 @@ def compare_tokens(reference: dict, other: dict) -> list[str]:
 
 
 def real_part(folder=None, exact: bool = False, progress=None, modes=("none", "basic", "dualpath"),
-              num_turns: int = 3, num_new_tokens: int = 12) -> dict:
-    """SmolLM2-135M-Instruct over the project's own agents; figures per mode.
+              num_turns: int | None = None, num_new_tokens: int | None = None,
+              model: str = "smollm2", nic: str = "soft") -> dict:
+    """A language model over a small conversation of agents; figures per mode.
 
     The agents go in step, so that each round's requests are routed while the others' reads are
-    still queued and both read paths are taken.
+    still queued and both read paths are taken. `model`: see `load_model`; `nic`: "soft", or an
+    RDMA NIC for all engines.
     """
-    try:
-        from threadpoolctl import threadpool_limits
-    except ImportError as missing:
-        raise ModelMissing("the demo needs threadpoolctl; run: pip install threadpoolctl") \
-            from missing
-    from kvio.engine.conversation import AGENTS
-    from kvio.engine.model import LlamaModel, Tokenizer, find_smollm2, turn_texts
     progress = progress or Progress(quiet=True)
-    progress.line("loading SmolLM2-135M-Instruct")
-    path = find_smollm2()
-    model, tokenizer = LlamaModel.from_gguf(path, exact=exact), Tokenizer.from_gguf(path)
-    layout = BlockLayout.from_config(model.config(), "float16")
-    sessions = [Session(agent.name, tuple(Turn(tuple(tokenizer.encode(text)), num_new_tokens)
-                                          for text in turn_texts(agent)[:num_turns]))
-                for agent in AGENTS]
+    limited = one_blas_thread(check_model(model) == "smollm2")
+    progress.line(f"loading {model}")
+    made = load_model(model, exact, num_turns, num_new_tokens)
+    layout, sessions = made.layout, made.sessions
     total = sum(len(s.turns) for s in sessions)
-    config = ClusterConfig(layout, buffer_blocks=128, hbm_blocks=128, max_tokens=2048,
-                           model_name="smollm2-135m-instruct")
+    config = ClusterConfig(layout, buffer_blocks=made.num_blocks, hbm_blocks=made.num_blocks,
+                           max_tokens=made.max_tokens, model_name=made.name, nic=nic)
     results, tokens = {}, {}
-    for mode in modes:
-        counted = progress.start(f"real model, {mode}", total)
-        with contextlib.ExitStack() as stack:
-            store = None if mode == "none" else stack.enter_context(_fresh_store(folder, layout))
-            # An engine is one thread; BLAS threads of their own would fight over the cores.
-            stack.enter_context(threadpool_limits(1, "blas"))
-            result, served = asyncio.run(_serve(config, mode, store, lambda: ModelCompute(
-                model, layout), sessions, counted, in_step=True))
-        if mode != "none":
-            _check_hits(result, served, sessions, layout)
-            result["backend"] = store.backend
-        results[mode], tokens[mode] = result, served
+    with limited:
+        for mode in modes:
+            counted = progress.start(f"{model}, {mode}", total)
+            with contextlib.ExitStack() as stack:
+                store = None if mode == "none" else stack.enter_context(
+                    _fresh_store(folder, layout, segment_bytes=made.segment_bytes))
+                result, served = asyncio.run(_serve(config, mode, store, lambda: ModelCompute(
+                    made.model, layout), sessions, counted, in_step=True))
+            if mode != "none":
+                _check_hits(result, served, sessions, layout)
+                result["backend"] = store.backend
+            results[mode], tokens[mode] = result, served
     mismatches = {m: compare_tokens(tokens[modes[0]], tokens[m]) for m in modes[1:]}
     first = tokens[modes[0]][sessions[0].name][-1]
-    return {"modes": results, "mismatches": mismatches,
+    return {"modes": results, "mismatches": mismatches, "model": made.title, "nic": nic,
             "tokens_equal": not any(mismatches.values()),
             "only_ties": not any(line.endswith(NO_TIE) for lines in mismatches.values()
                                  for line in lines),
-            "sample": {"agent": sessions[0].name, "text": tokenizer.decode(first.generated)}}
+            "sample": {"agent": sessions[0].name, "text": made.text(first.generated)}}
 
 
 def timed_part(setting: TimedSetting = TimedSetting(), folder=None, progress=None,
-               modes=("basic", "dualpath")) -> dict:
-    """The storage-bound trace on timed stand-in compute; figures per mode and the speed-up."""
+               modes=("basic", "dualpath"), nic: str = "soft") -> dict:
+    """The storage-bound trace on timed stand-in compute; figures per mode and the speed-up. An
+    RDMA NIC (`nic`) is not paced."""
     progress, layout = progress or Progress(quiet=True), setting.layout
     sessions = timed_sessions(setting.num_agents, setting.num_turns, setting.vocabulary)
     totals = timed_totals(sessions, layout)
     per_token = setting.prefill_s_per_token(totals)
     config = ClusterConfig(
         layout, setting.num_prefill, setting.num_decode, setting.snic_bytes_per_s,
-        setting.snic_bytes_per_s * setting.cnic_per_snic, buffer_blocks=640, hbm_blocks=1600,
-        depth=setting.depth, model_name="timed", **setting.thresholds(totals))
+        setting.cnic_bytes_per_s(nic), buffer_blocks=640, hbm_blocks=1600, depth=setting.depth,
+        model_name="timed", nic=nic, **setting.thresholds(totals))
     results, tokens = {}, {}
     for mode in modes:
         with _fresh_store(folder, layout) as store:
@@ -218,7 +221,7 @@ def timed_part(setting: TimedSetting = TimedSetting(), folder=None, progress=Non
         results[mode] = result
         tokens[mode] = {n: [r.generated for r in rs] for n, rs in served.items()}
     return {"modes": results, "tokens_equal": all(t == tokens[modes[0]] for t in tokens.values()),
-            **_verdict(results, setting, totals, per_token)}
+            **_verdict(results, setting, totals, per_token, nic)}
 
 
 def _prime(store, sessions, layout, config):
@@ -232,17 +235,17 @@ def _prime(store, sessions, layout, config):
         prime_store(store, sessions, layout, config.namespace, fill, pool)
 
 
-def _verdict(results, setting, totals, per_token):
+def _verdict(results, setting, totals, per_token, nic):
     """Speed-up, unless Basic's SNIC was idle too often for storage to have been the limit."""
     load_s = totals["hit_bytes"] / setting.snic_bytes_per_s
     verdict = {
-        "nodes": setting.name, "num_agents": setting.num_agents, **totals,
+        "nodes": setting.name, "nic": nic, "num_agents": setting.num_agents, **totals,
         "load_compute_ratio": load_s / (totals["miss_tokens"] * per_token),
         "ideal_speedup": min(setting.load_compute_ratio,
                              float(setting.num_prefill + setting.num_decode)),
         **setting.thresholds(totals),
         "emulated": {"snic_bytes_per_s": setting.snic_bytes_per_s,
-                     "cnic_bytes_per_s": setting.snic_bytes_per_s * setting.cnic_per_snic,
+                     "cnic_bytes_per_s": setting.cnic_bytes_per_s(nic) or None,
                      "prefill_s_per_new_token": per_token, "decode_step_s": setting.decode_s,
                      "why": setting.why}}
     if "basic" in results and "dualpath" in results:
@@ -256,28 +259,44 @@ def _verdict(results, setting, totals, per_token):
 
 
 def run(arguments) -> int:
-    """The command. 0 when all tokens agree, every hit was predicted and no KV record was wrong."""
+    """The command. 0 when all tokens agree, every hit was predicted and no byte was wrong."""
     progress = Progress(quiet=arguments.quiet)
     if arguments.dir is not None and not os.path.isdir(arguments.dir):
         raise InvalidArgument(f"--dir {arguments.dir}: there is no such directory; make it first")
     if arguments.turns < 1:
         raise InvalidArgument(f"--turns must be at least 1, not {arguments.turns}")
     settings = list(_settings(arguments))       # refused now, and not after the real model
-    report, parts = {}, arguments.only or ("real", "timed")
+    nic, model = arguments.nic, check_model(arguments.model)
+    Nic.open(nic).close()
+    report, parts = {}, _wanted_parts(arguments)
     if "real" in parts:
-        real = real_part(arguments.dir, arguments.exact, progress)
+        real = real_part(arguments.dir, arguments.exact, progress, model=model, nic=nic)
         report["real"] = {**real.pop("modes"), "summary": real}
     if "timed" in parts:
-        timed = [timed_part(setting, arguments.dir, progress) for setting in settings]
+        timed = [timed_part(setting, arguments.dir, progress, nic=nic) for setting in settings]
         for part in timed:
             name = "timed" if part is timed[0] else f"timed_{part['nodes'].lower()}"
             report[name] = {**part.pop("modes"), "summary": part}
+    if "collectives" in parts:
+        part = collectives_part(nic=nic, progress=progress)
+        report["collectives"] = {**part.pop("modes"), "summary": part}
     report["tokens_equal"] = all(p["tokens_equal"] for p in _summaries(report))
     report["ok"] = all(p["tokens_equal"] or p.get("only_ties", False)
                        for p in _summaries(report)) and all(
-        f["kv_errors"] == 0 and f.get("hits_as_predicted", True) for f in _modes(report))
+        f["kv_errors"] == f.get("collective_errors", 0) == 0 and f.get("hits_as_predicted", True)
+        for f in _modes(report))
     print(json.dumps(report, indent=2) if arguments.json else render(report))
     return 0 if report["ok"] else 1
+
+
+def _wanted_parts(arguments):
+    """--collectives goes alone, or beside what --only names. A seeded model is for machines where
+    a timed run would measure their slowness, so that one goes alone as well."""
+    if arguments.only:
+        return {*arguments.only, *(["collectives"] if arguments.collectives else [])}
+    if arguments.collectives:
+        return {"collectives"}
+    return {"real", "timed"} if arguments.model == "smollm2" else {"real"}
 
 
 def _settings(arguments):

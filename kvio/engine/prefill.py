@@ -4,10 +4,10 @@
 goes in and out through that NIC.
 """
 import asyncio
-import time
 
 import numpy as np
 
+from kvio.engine.clock import now_s
 from kvio.engine.node import Node
 from kvio.layout import BlockLayout, Side
 from kvio.loader import COMPUTE, RELEASE
@@ -88,7 +88,7 @@ class Prefill:
     def after(self, step) -> None:
         """Remember when the inputs of a layer were there."""
         if step.target == PE_HBM and step.kind != COMPUTE:
-            self._ready[step.layer] = max(self._ready.get(step.layer, 0.0), time.monotonic())
+            self._ready[step.layer] = max(self._ready.get(step.layer, 0.0), now_s())
 
     async def compute(self, step) -> None:
         """One layer; after the last one the first token is there."""
@@ -97,7 +97,7 @@ class Prefill:
             await self.engine._gpu.acquire()
             self._has_gpu = True
             self.state = compute.begin_prefill(request.prompt, request.num_hit_tokens)
-            self._computed_s = self._ready.get(0, time.monotonic())
+            self._computed_s = self._ready.get(0, now_s())
         slot = self.workspace.slot(layer, request.num_prompt_tokens)
         ready = max(self._computed_s, self._ready.get(layer, 0.0))
         self._computed_s = await compute.prefill_layer(self.state, layer, slot, ready)

@@ -2,6 +2,9 @@
 
 __all__ = ["render", "table"]
 
+LEGEND_COLLECTIVES = (
+    "one class: collectives travel in the class of KV. two classes: in one of their own. Latency:",
+    "link time from the doorbell to the last completion of one exchange.")
 LEGEND = (
     "none: no store, every prompt is computed whole. basic: only the prefill side (PE) reads",
     "storage. dualpath: the side with the shorter reading queue does, PE or decode side (DE).",
@@ -11,17 +14,23 @@ LEGEND = (
 
 def render(report: dict) -> str:
     """The whole report: per part what was run, the table of modes, and the verdict."""
-    lines = []
+    lines, legend = [], []
+    if set(report) & {"real", "timed"}:
+        legend += LEGEND
+    if "collectives" in report:
+        legend += LEGEND_COLLECTIVES
     for name, part in report.items():
         if name == "real":
             lines += _real(part)
         elif name.startswith("timed"):
             lines += _timed(part)
+        elif name == "collectives":
+            lines += _collectives(part)
     verdict = "the same tokens in every mode" if report["tokens_equal"] else \
         "TOKENS DIFFER between modes"
     if not report["ok"]:
         verdict += "; CHECK FAILED: see hits and KV errors above"
-    return "\n".join([*lines, "", *LEGEND, "", f"Result: {verdict}."])
+    return "\n".join([*lines, "", *legend, "", f"Result: {verdict}."])
 
 
 def _modes(part):
@@ -30,8 +39,9 @@ def _modes(part):
 
 def _real(part):
     summary = part["summary"]
-    lines = ["", "(a) Real model: SmolLM2-135M-Instruct, real files and queues, unlimited links; "
-             "\"HBM\" is host memory", "", table(_modes(part)), "", *_checks(part)]
+    lines = ["", f"(a) Language model: {summary['model']}, real files and queues, "
+             f"{_links(summary['nic'])}; \"HBM\" is host memory", "", table(_modes(part)), "",
+             *_checks(part)]
     for mode, mismatches in summary["mismatches"].items():
         lines += [f"    {mode} against none: {line}" for line in mismatches]
     return [*lines, f"    the agent \"{summary['sample']['agent']}\" generated, in its last turn: "
@@ -44,8 +54,8 @@ def _timed(part):
         "", f"(b) Timed run, {summary['nodes']}: {summary['num_agents']} agents, "
         f"{summary['num_requests']} requests, {summary['hit_bytes'] / 1e9:.2f} GB of hits; "
         "real bytes, files and queues, sleep in place of arithmetic; \"HBM\" is host memory",
-        f"    EMULATED: SNIC {emulated['snic_bytes_per_s'] / 1e6:.0f} MB/s a node, CNIC "
-        f"{emulated['cnic_bytes_per_s'] / 1e6:.0f} MB/s a direction, "
+        f"    EMULATED: SNIC {emulated['snic_bytes_per_s'] / 1e6:.0f} MB/s a node, "
+        f"{_cnic(summary)}, "
         f"{emulated['prefill_s_per_new_token'] * 1e6:.0f} us a new token, "
         f"{emulated['decode_step_s'] * 1e3:.0f} ms a decode step",
         f"    ({emulated['why']})",
@@ -60,6 +70,47 @@ def _timed(part):
             lines.append(f"    DualPath over Basic: {summary['speedup']:.2f} x (ideal "
                          f"{summary['ideal_speedup']:.0f}); {busy}")
     return lines
+
+
+def _links(nic):
+    return "unlimited links" if nic == "soft" else f"all NICs on {nic}"
+
+
+def _cnic(summary):
+    rate = summary["emulated"]["cnic_bytes_per_s"]
+    return f"CNIC {rate / 1e6:.0f} MB/s a direction" if rate else \
+        f"CNICs on {summary['nic']} NOT paced (only soft NICs can be)"
+
+
+def _collectives(part):
+    summary, emulated = part["summary"], part["summary"]["emulated"]
+    lines = ["", f"(c) Collectives beside KV, {summary['nodes']}: {summary['num_agents']} agents; "
+             f"each decode step does {summary['num_per_step']} exchanges of "
+             f"{summary['nbytes'] / 1024:.0f} KiB with each other decode node; no store"]
+    if summary["nic"] == "soft":
+        lines += [
+            f"    EMULATED, in link time: links of {emulated['cnic_bytes_per_s'] / 1e6:.0f} MB/s a "
+            f"direction, {emulated['prefill_s_per_new_token'] * 1e6:.0f} us a new token, "
+            f"{emulated['decode_step_s'] * 1e3:.0f} ms a decode step",
+            f"    ({emulated['why']})"]
+    else:
+        lines.append(f"    on {summary['nic']}, in real time, not paced: what a class is worth "
+                     "here is up to the fabric (kvio qos)")
+    names = {mode: mode.replace("_", " ") for mode in _modes(part)}
+    rows = [("collective p50", lambda f: _short(f["collective"]["p50_s"])),
+            ("collective p99", lambda f: _short(f["collective"]["p99_s"])),
+            ("collective max", lambda f: _short(f["collective"]["max_s"])),
+            ("collective without KV", lambda f: _short(f["collective"]["alone_p50_s"])),
+            ("collectives", lambda f: f"{f['collective']['num']:,}"),
+            ("TPOT mean", lambda f: _short(f["tpot_s"])),
+            ("JCT", lambda f: _seconds(f["jct_s"])),
+            ("busiest link, receiving", lambda f: _percent(f["link_busy_share"]))]
+    figures = {names[mode]: f for mode, f in _modes(part).items()}
+    wrong = sum(f["kv_errors"] + f["collective_errors"] for f in _modes(part).values())
+    return [*lines, "", _aligned(figures, rows), "",
+            f"    One class over two: collectives {summary['p50_s_ratio']:.2f} x at p50, "
+            f"{summary['p99_s_ratio']:.2f} x at p99, TPOT {summary['tpot_ratio']:.2f} x; "
+            + (f"{wrong} RECORDS OR SLOTS WRONG" if wrong else "all bytes checked")]
 
 
 def _checks(part):
@@ -95,6 +146,10 @@ def table(modes: dict) -> str:
         rows.append((f"SNIC {name} busy reading", lambda f, n=name: _share(f["snics"].get(n))))
     for name in sorted({n for f in modes.values() for n in f["nics"]}, key=_prefill_first):
         rows.append((f"NIC {name} out / in", lambda f, n=name: _port(f["nics"].get(n))))
+    return _aligned(modes, rows)
+
+
+def _aligned(modes, rows):
     cells = [[title, *(show(f) for f in modes.values())] for title, show in rows]
     cells = [["", *modes], *(row for row in cells if set(row[1:]) != {"-"})]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
@@ -114,6 +169,10 @@ def _seconds(value):
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
 
+def _short(seconds):
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
 def _number(value):
     return "-" if value is None else f"{value:.2f}"
 
@@ -127,8 +186,11 @@ def _snic(figure):
 
 
 def _share(figure):
-    busy = figure and figure["busy_share"]
-    return "-" if busy is None else f"{busy:.0%}"
+    return _percent(figure and figure["busy_share"])
+
+
+def _percent(share):
+    return "-" if share is None else f"{share:.0%}"
 
 
 def _port(figure):

@@ -1,9 +1,9 @@
 """Requests as the engines see them, and the agents' sessions they come from."""
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvio.engine.clock import now_s
 from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout
 
@@ -32,7 +32,7 @@ class Session:
 class EngineRequest:
     """A prompt on its way through the engines, and what became of it.
 
-    Times are monotonic seconds. `num_hit_tokens` comes from the store, `path` and `reason` from the
+    Times are seconds on the engines' clock. `num_hit_tokens` comes from the store, `path` and `reason` from the
     scheduler's route.
     """
 
@@ -45,7 +45,7 @@ class EngineRequest:
     num_hit_tokens: int = 0
     path: str = ""
     reason: str = ""
-    arrived_s: float = field(default_factory=time.monotonic)
+    arrived_s: float = field(default_factory=now_s)
     token_times: list = field(default_factory=list)
     generated: list = field(default_factory=list)
     margins: list = field(default_factory=list)     # top logit less the second, per token
@@ -59,7 +59,7 @@ class EngineRequest:
         """A token was generated now."""
         self.generated.append(int(token))
         self.margins.append(float(margin))
-        self.token_times.append(time.monotonic())
+        self.token_times.append(now_s())
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -10,10 +10,11 @@ A queue pair belongs to one traffic class, so a peer has one per class. Descript
 arrays of `WR_DTYPE`; posting copies them. `wait`, `await`, `poll` and `done` of any transfer
 drive the whole soft fabric: there is no thread of its own.
 """
+from kvio.transfer.arbitration import Arbitration
 from kvio.transfer.classes import COLLECTIVE, KV, TrafficClass
 from kvio.transfer.fabric import Fabric
 from kvio.transfer.nic import Access, Nic, Region
 from kvio.transfer.peer import Listener, Peer
 
-__all__ = ["Access", "COLLECTIVE", "Fabric", "KV", "Listener", "Nic", "Peer", "Region",
+__all__ = ["Access", "Arbitration", "COLLECTIVE", "Fabric", "KV", "Listener", "Nic", "Peer", "Region",
            "TrafficClass"]

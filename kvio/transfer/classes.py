@@ -7,7 +7,7 @@ from kvio.errors import InvalidArgument
 @dataclass(frozen=True)
 class TrafficClass:
     """A named class of traffic: its service level (0..15) and its GRH traffic class / IP ToS
-    byte (DSCP = tclass >> 2). The fabric maps them to lanes; a soft NIC uses sl mod 4."""
+    byte (DSCP = tclass >> 2). The fabric maps them to lanes; see Arbitration.sl2vl."""
 
     name: str
     sl: int

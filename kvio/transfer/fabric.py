@@ -5,19 +5,25 @@ import weakref
 
 from kvio._ext import nic as _nic
 from kvio.errors import InvalidArgument
+from kvio.transfer.arbitration import Arbitration
 
 
 class Fabric:
     """The network between soft NICs, with its clock: "monotonic", or "virtual", which stands
-    still until `advance`. NICs opened without a fabric share the one named "default"."""
+    still until `advance`, and the `arbitration` of all its ports (None: the paper's tables). NICs
+    opened without a fabric share the one named "default"."""
 
     _named_lock = threading.Lock()
     _named = weakref.WeakValueDictionary()
 
-    def __init__(self, clock: str = "monotonic"):
+    def __init__(self, clock: str = "monotonic", *, arbitration: Arbitration | None = None):
         if clock not in ("monotonic", "virtual"):
             raise InvalidArgument(f"clock must be 'monotonic' or 'virtual', not {clock!r}")
-        self._ext = _nic.Fabric(clock == "virtual")
+        arbitration = Arbitration() if arbitration is None else arbitration
+        if not isinstance(arbitration, Arbitration):
+            raise InvalidArgument(f"arbitration must be an Arbitration, not {arbitration!r}")
+        self.arbitration = arbitration
+        self._ext = _nic.Fabric(clock == "virtual", arbitration)
         self._addresses = {}            # str -> Listener
         self._lock = threading.Lock()
 

@@ -220,8 +220,11 @@ class Nic:
         with one sl are one to the port). `tx_busy_ns` and `rx_busy_ns` are link time."""
         raw = self._ext.counters()
         tx, rx = raw.pop("tx_bytes"), raw.pop("rx_bytes")
-        by_vl = {vl: {"tx_bytes": sum(tx[vl::_nic.NUM_VL]), "rx_bytes": sum(rx[vl::_nic.NUM_VL])}
-                 for vl in range(_nic.NUM_VL)}
+        by_vl = {}                              # only a soft NIC knows how SLs map to VLs
+        for sl, vl in enumerate(self.fabric.arbitration.sl2vl if self.fabric else ()):
+            lane = by_vl.setdefault(vl, {"tx_bytes": 0, "rx_bytes": 0})
+            lane["tx_bytes"] += tx[sl]
+            lane["rx_bytes"] += rx[sl]
         by_class = {c.name: {"tx_bytes": tx[c.sl], "rx_bytes": rx[c.sl]}
                     for c in self._classes.values()}
         return {"provider": self.provider, "name": self.name, "bytes_per_s": self.bytes_per_s,

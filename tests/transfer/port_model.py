@@ -3,22 +3,22 @@
 It shares no code and no data structure with kvio/_ext/softfabric.c. A flow is a queue pair with
 messages `(posted_ns, nbytes, source, sink, sl)`, sent one after another.
 """
+from arbiter_model import Arbiter
+
 TICKS = 256
 
 
 class Port:
-    def __init__(self, rate):
-        self.rate, self.free = rate, {"tx": 0, "rx": 0}
-        self.busy, self.last_vl = {"tx": 0, "rx": 0}, {"tx": 0, "rx": 0}
-        self.nbytes = {"tx": {}, "rx": {}}
-
-    def turn(self, way, vls):
-        """Round robin: of the lanes that wait, the next after the one that sent last."""
-        return min(vls, key=lambda vl: (vl - self.last_vl[way] - 1) % 4)
+    def __init__(self, rate, arbitration):
+        a = arbitration
+        self.rate, self.sl2vl, self.free = rate, a.sl2vl, {"tx": 0, "rx": 0}
+        self.busy, self.nbytes = {"tx": 0, "rx": 0}, {"tx": {}, "rx": {}}
+        self.arbiter = {way: Arbiter(a.high_limit, a.vlarb_high, a.vlarb_low)
+                        for way in ("tx", "rx")}
 
     def carry(self, way, start, nbytes, sl):
         took = -(-nbytes * TICKS * 10**9 // self.rate) if self.rate else 0
-        self.free[way], self.last_vl[way] = start + took, sl % 4
+        self.free[way] = start + took
         self.busy[way] += took
         self.nbytes[way][sl] = self.nbytes[way].get(sl, 0) + nbytes
         return start + took
@@ -40,32 +40,48 @@ class Flow:
 
 
 def simulate(ports, flows, mtu):
-    """Runs all flows to their end; each flow's `ends` are the times its messages end, in ns."""
+    """Runs all flows to their end; each flow's `ends` are the times its messages end, in ns.
+    Every packet: (start in ticks, source, sink, sl, bytes)."""
+    packets = []
+
+    def lanes(some):
+        """The head packet of each VL, of which the oldest goes first: `some` is sorted."""
+        heads = {}
+        for flow in some:
+            _, nbytes, source, _, sl = flow.head
+            heads.setdefault(ports[source].sl2vl[sl], (flow, min(mtu, nbytes - flow.sent)))
+        return heads
+
+    def sizes(heads):
+        return {vl: size for vl, (_, size) in heads.items()}
+
     while True:
         offers = {flow: flow.offer(ports) for flow in flows if flow.head}
         if not offers:
-            return
+            return packets
         now = min(start for start, _, _ in offers.values())
-        able = [flow for flow in offers if offers[flow][0] == now]
-        by_age = sorted(able, key=lambda flow: offers[flow][1:])
-        granted = []
-        for sink in {flow.head[3] for flow in able}:
-            to_sink = [flow for flow in by_age if flow.head[3] == sink]
-            vl = ports[sink].turn("rx", {flow.head[4] % 4 for flow in to_sink})
-            granted.append(next(flow for flow in to_sink if flow.head[4] % 4 == vl))
-        granted.sort(key=by_age.index)
+        able = sorted((flow for flow in offers if offers[flow][0] == now),
+                      key=lambda flow: offers[flow][1:])
+        incoming = {sink: lanes([flow for flow in able if flow.head[3] == sink])
+                    for sink in {flow.head[3] for flow in able}}
+        granted = {heads[ports[sink].arbiter["rx"].peek(sizes(heads))][0]
+                   for sink, heads in incoming.items()}
+        granted = [flow for flow in able if flow in granted]
         source = granted[0].head[2]
-        mine = [flow for flow in granted if flow.head[2] == source]
-        vl = ports[source].turn("tx", {flow.head[4] % 4 for flow in mine})
-        send(ports, next(flow for flow in mine if flow.head[4] % 4 == vl), now, mtu)
+        outgoing = lanes([flow for flow in granted if flow.head[2] == source])
+        flow, size = outgoing[ports[source].arbiter["tx"].send(sizes(outgoing))]
+        _, _, _, sink, sl = flow.head
+        vl = ports[sink].arbiter["rx"].send(sizes(incoming[sink]))
+        assert incoming[sink][vl] == (flow, size)
+        packets.append((now, source, sink, sl, size))
+        send(ports, flow, now, size)
 
 
-def send(ports, flow, now, mtu):
+def send(ports, flow, now, size):
     _, nbytes, source, sink, sl = flow.head
-    packet = min(mtu, nbytes - flow.sent)
-    flow.ready = max(ports[source].carry("tx", now, packet, sl),
-                     ports[sink].carry("rx", now, packet, sl))
-    flow.sent += packet
+    flow.ready = max(ports[source].carry("tx", now, size, sl),
+                     ports[sink].carry("rx", now, size, sl))
+    flow.sent += size
     if flow.sent == nbytes:
         flow.sent = 0
         flow.ends.append(-(-flow.ready // TICKS))

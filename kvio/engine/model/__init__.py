@@ -6,6 +6,13 @@
 from kvio.engine.model.chat import render_chat, turn_texts
 from kvio.engine.model.llama import LlamaModel
 from kvio.engine.model.locate import find_smollm2
-from kvio.engine.model.tokenizer import Tokenizer
 
 __all__ = ["LlamaModel", "Tokenizer", "find_smollm2", "render_chat", "turn_texts"]
+
+
+def __getattr__(name):
+    """The tokenizer alone needs a package beside numpy; a seeded model goes without."""
+    if name != "Tokenizer":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from kvio.engine.model.tokenizer import Tokenizer
+    return Tokenizer

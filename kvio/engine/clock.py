@@ -1,0 +1,82 @@
+"""The engines' clock is that of the event loop they run in: monotonic time, or link time.
+
+In link time (`run_in_link_time`) nothing waits for a wall clock. Whenever no task can go on, the
+virtual clock of a `Fabric` moves; timers and transfers are due by it. So a run gives the same
+figures on any machine, however slow or busy, and its bytes are moved all the same.
+"""
+import asyncio
+import selectors
+
+from kvio import completion
+from kvio.transfer import Nic
+
+__all__ = ["now_s", "run_in_link_time", "sleep_until"]
+
+STEP_NS = 5000          # how far time moves at once: so late at most is a completion noticed
+
+
+def now_s() -> float:
+    """Seconds on the running loop's clock."""
+    return asyncio.get_running_loop().time()
+
+
+async def sleep_until(deadline_s: float) -> None:
+    """Sleep until `now_s()` is `deadline_s`."""
+    delay = deadline_s - now_s()
+    if delay > 0:
+        await asyncio.sleep(delay)
+
+
+class _LinkTimeSelector(selectors.DefaultSelector):
+    """Where a loop would sleep, time passes on the fabric instead."""
+
+    def __init__(self, fabric):
+        super().__init__()
+        self._fabric = fabric
+        self._nic = Nic.open("soft", name="clock", fabric=fabric)   # whose poll drives them all
+
+    def select(self, timeout=None):
+        ready = super().select(0)
+        if ready or (timeout is not None and timeout <= 0):
+            return ready
+        if timeout is None and not completion.in_flight():
+            return super().select(None)         # nothing is due here: somebody outside wakes us
+        self._fabric.advance(STEP_NS if timeout is None else
+                             min(STEP_NS, max(1, round(timeout * 1e9))))
+        self._nic.poll()
+        return super().select(0)
+
+    def close(self):
+        self._nic.close()
+        super().close()
+
+
+class _LinkTimeLoop(asyncio.SelectorEventLoop):
+    def __init__(self, fabric):
+        self._fabric = fabric
+        super().__init__(_LinkTimeSelector(fabric))
+
+    def time(self) -> float:
+        return self._fabric.now_ns / 1e9
+
+
+def run_in_link_time(coroutine, fabric):
+    """`asyncio.run` in the time of `fabric`, whose clock must be virtual.
+
+    All that the coroutine waits for has to be on that clock: a transfer of soft NICs on the
+    fabric, or a timer. Work of threads and devices takes no time on it.
+    """
+    try:
+        fabric.advance(0)                       # says so if the clock does not move by hand
+    except BaseException:
+        coroutine.close()
+        raise
+    loop = _LinkTimeLoop(fabric)
+    task = loop.create_task(coroutine)
+    try:
+        return loop.run_until_complete(task)
+    finally:
+        if not task.done():                     # interrupted: what it holds is given back
+            task.cancel()
+            loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+        loop.close()
