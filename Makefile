@@ -22,24 +22,27 @@ export KVIO_REQUIRE ?=
 TESTS := OPENBLAS_NUM_THREADS=1 $(PY) -m pytest
 
 # Stamps that have stopped being true: a .venv that was moved or whose Python is gone, extension
-# modules that are gone, or a liburing that came or went since the build.
-LIBURING := $(if $(wildcard /usr/include/liburing.h /usr/local/include/liburing.h),yes,no)
+# modules that are gone, or headers that came or went since the build.
+OPTIONAL := liburing.h infiniband/verbs.h
+HEADERS := $(strip $(foreach h,$(OPTIONAL),$(if $(wildcard $(addsuffix /$h,/usr/include \
+	/usr/local/include)),$h)))
 ifneq ($(shell $(PY) -c '' 2>/dev/null && cat $(VENV)/.made 2>/dev/null),$(CURDIR))
 $(shell rm -f $(VENV)/.made)
 endif
-ifneq ($(shell cat $(VENV)/.liburing 2>/dev/null),$(LIBURING))
+ifneq ($(shell cat $(VENV)/.headers 2>/dev/null),$(HEADERS))
 $(shell rm -f $(VENV)/.installed)
 endif
 ifeq ($(wildcard kvio/_ext/*.so),)
 $(shell rm -f $(VENV)/.installed)
 endif
 
-.PHONY: help demo test bench lmcache soak sanitize wheel setup model clean
+.PHONY: help demo test bench lab lmcache soak sanitize wheel setup model clean
 
 help:
 	@echo 'make demo      the real model over both read paths, then the timed run (< 2 min, set-up aside)'
 	@echo 'make test      all tests, benchmarks once each, the wheel (< 10 min)'
 	@echo 'make bench     the benchmarks, with their table of ratios'
+	@echo 'make lab       verbs on real RDMA packets, in a virtual machine (< 10 min); installs QEMU'
 	@echo 'make soak      kill -9 and power cuts for long (KILLS=500 CUTS=100); installs QEMU'
 	@echo 'make lmcache   the LMCache connector under the real package (TORCH=... for its torch)'
 	@echo 'make sanitize  the C code under ASan + UBSan, then TSan'
@@ -62,6 +65,13 @@ bench: setup
 lmcache: setup $(VENV)/lmcache/.made
 	KVIO_REQUIRE=lmcache OPENBLAS_NUM_THREADS=1 $(VENV)/lmcache/bin/python -m pytest \
 		tests/integrations $(ARGS)
+
+# Soft-RoCE in QEMU: the whole of what `make test` runs some of. After lab-setup, for headers
+# that it installs change what is built.
+lab:
+	.ci/lab-setup
+	@$(MAKE) --no-print-directory setup
+	$(PY) tests/lab/suite.py $(ARGS)
 
 wheel: setup
 	KVIO_WHEEL_DIR=dist $(TESTS) tests/test_wheel.py
@@ -94,8 +104,9 @@ $(VENV)/.installed: setup.py pyproject.toml MANIFEST.in $(VENV)/.made
 	@$(PY) -m pip install -qq --no-build-isolation -e '.[test,demo]'
 	@$(PY) -m pip download -q --no-deps --only-binary :all: -d $(VENV)/wheels \
 		"numpy==$$($(PY) -c 'import numpy; print(numpy.__version__)')"
-	@if [ -e /usr/include/liburing.h ] || [ -e /usr/local/include/liburing.h ]; \
-		then echo yes; else echo no; fi > $(VENV)/.liburing
+	@for h in $(OPTIONAL); do \
+		if [ -e /usr/include/$$h ] || [ -e /usr/local/include/$$h ]; then echo $$h; fi; \
+		done | xargs > $(VENV)/.headers
 	@touch $@
 
 $(VENV)/.built: $(SOURCES) $(VENV)/.installed

@@ -7,13 +7,16 @@ machine.
 """
 import os
 import sys
+import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 TESTS = os.path.dirname(HERE)
 if __name__ == "__main__":
     sys.path.insert(0, TESTS)
 
+import cbuild                                                               # noqa: E402
 from lab import rxe                                                         # noqa: E402
+from require import PARTS                                                   # noqa: E402
 
 CONTRACT = ["tests/transfer/test_contract.py", "tests/transfer/test_contract_faults.py"]
 ALL = [*CONTRACT, "tests/lab/guest"]
@@ -45,12 +48,24 @@ ENVIRONMENT = {"KVIO_REQUIRE": "rxe,verbs", "OPENBLAS_NUM_THREADS": "1",
 
 def main(arguments) -> int:
     short = arguments[:1] == ["--short"]
+    with tempfile.TemporaryDirectory(prefix="kvio-lab.") as folder:
+        return _run(arguments[short:], short, folder)
+
+
+def _run(arguments, short, folder):
+    environment = ENVIRONMENT | {"PYTHONPATH": os.path.dirname(TESTS)}
+    if PARTS["compiler"]() or PARTS["ibverbs-headers"]():
+        print("lab: no C compiler or no libibverbs-dev: run .ci/lab-setup", file=sys.stderr)
+        return rxe.DIED
+    environment["KVIO_LAB_PLAIN_VERBS"] = cbuild.compile_c(
+        os.path.join(folder, "plain_verbs"), [os.path.join(HERE, "plain_verbs.c")], "-Wshadow",
+        "-libverbs")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "not cuda",
                "-o", "filterwarnings=ignore:NIC .* does not honour class",    # rxe has no sl
-               *(SHORT if short else ALL), *arguments[short:]]
-    environment = [part for pair in ENVIRONMENT.items() for part in ("--env", "=".join(pair))]
+               *(SHORT if short else ALL), *arguments]
+    options = [part for pair in environment.items() for part in ("--env", "=".join(pair))]
     return rxe.main(["--cwd", os.path.dirname(TESTS), "--timeout", "180" if short else "1800",
-                     "--times", *environment, "--", *command])
+                     "--times", *options, "--", *command])
 
 
 if __name__ == "__main__":

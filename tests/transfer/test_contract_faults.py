@@ -314,9 +314,10 @@ def test_threads_and_an_event_loop_drive_the_same_nic(pair):
 
 
 def test_a_thousand_connections_leak_nothing(pair):
+    count = 100 if os.environ.get("KVIO_LAB") else 1000     # it computes a hundred times slower
     gc.collect()                            # NICs of other tests, and their descriptors
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(1000):
+    for _ in range(count):
         peer = pair.a.connect(pair.listener.address)
         peer.read(pair.read(0, 0, 64)).wait()
         peer.close()

@@ -20,9 +20,9 @@ def mended():
     wire("mend")
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    return peers.plain_verbs(tmp_path_factory.mktemp("plain"))
+@pytest.fixture
+def program():
+    return peers.plain_verbs()
 
 
 def works(pair):

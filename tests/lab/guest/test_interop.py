@@ -6,21 +6,15 @@ from kvio.layout import READ, WRITE
 from kvio.transfer import COLLECTIVE, KV, Nic
 from lab.guest import peers
 from nics import pattern
-from require import need, skip_or_fail
+from require import skip_or_fail
 
 REM_ACCESS_ERR = 10
-
-
-@pytest.fixture(scope="module")
-def c_program(tmp_path_factory):
-    need("compiler")
-    return peers.plain_verbs(tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(params=["C", "pyverbs"])
 def program(request):
     if request.param == "C":
-        return request.getfixturevalue("c_program")
+        return peers.plain_verbs()
     if peers.why_no_pyverbs():
         skip_or_fail("rxe", peers.why_no_pyverbs())
     return peers.plain_pyverbs()
@@ -64,10 +58,10 @@ def test_both_directions_at_once(program):
             assert (stranger.mine[65536:98304] == theirs).all()
 
 
-def test_they_cannot_touch_what_is_not_registered(c_program):
+def test_they_cannot_touch_what_is_not_registered():
     """The device refuses it, whatever the program thinks."""
     with Nic.open("verbs:rxe0", name="a") as nic:
-        with peers.Stranger(c_program, "rxe1", nic, KV, pattern(65536)) as stranger:
+        with peers.Stranger(peers.plain_verbs(), "rxe1", nic, KV, pattern(65536)) as stranger:
             before = stranger.mine.copy()
             assert stranger.ask("write", 0, 65536 - 100, 4096) == REM_ACCESS_ERR
             assert (stranger.mine == before).all()
