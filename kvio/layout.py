@@ -267,14 +267,15 @@ class LayerDescriptors:
     `peer.read` and `peer.write` take it: they copy `wrs` (dtype WR_DTYPE), adding `local_offset`
     and `remote_offset`, which lead from the layer that `wrs` were built for to the current one. So
     pointing at another layer touches no request, whatever is in flight. `num_tokens` cuts the last
-    block short.
+    block short. With max_sge over 1, blocks that touch on the remote side become one request with
+    a list (`sges`) of up to that many; `peer.query()` says how many a queue pair takes.
     """
 
-    __slots__ = ("wrs", "local_offset", "remote_offset", "_args", "_built", "_layer", "_layout",
-                 "_tokens")
+    __slots__ = ("wrs", "sges", "local_offset", "remote_offset", "_args", "_built", "_layer",
+                 "_layout", "_max_sge", "_tokens")
 
     def __init__(self, opcode: int, layout: BlockLayout, local: Side, local_ids, remote: Side,
-                 remote_ids, num_tokens: int, layer: int = 0):
+                 remote_ids, num_tokens: int, layer: int = 0, *, max_sge: int = 1):
         """`*_ids` are contiguous int64 arrays of one id a block, or None for 0, 1, 2, ..."""
         for side, ids in (local, local_ids), (remote, remote_ids):
             if not isinstance(side, Side):
@@ -289,6 +290,7 @@ class LayerDescriptors:
             raise InvalidArgument(f"opcode must be kvio.READ or kvio.WRITE, not {opcode!r}")
         self._args = opcode, local, local_ids, remote, remote_ids
         self._layout, self._tokens = layout, checked_int("num_tokens", num_tokens, 1)
+        self._max_sge = checked_int("max_sge", max_sge, 1, 1 << 16)
         self._build(checked_int("layer", layer, 0, layout.num_layers - 1))
 
     def _build(self, layer):
@@ -308,7 +310,11 @@ class LayerDescriptors:
             given = ", ".join(str(len(ids)) for ids in (local_ids, remote_ids) if ids is not None)
             raise InvalidArgument(f"{self._tokens} tokens are {count} blocks, which need as many "
                                   f"ids on each side (here {given or 'None'}): {wrong}") from None
-        self.wrs = wrs if made == count else wrs[:made]
+        self.wrs, self.sges = wrs if made == count else wrs[:made], None
+        if self._max_sge > 1:
+            sges = np.empty(made, SGE_DTYPE)
+            left, used = _block.gather_into(self.wrs, sges, self._max_sge)
+            self.wrs, self.sges = self.wrs[:left], sges[:used]
         self._built = self._layer = layer
         self.local_offset = self.remote_offset = 0
 

@@ -1,7 +1,10 @@
 """Helpers of the transfer tests: work requests written by hand, and two connected NICs."""
+import os
+
 import numpy as np
 
 from kvio.layout import READ, WR_DTYPE, WRITE
+from kvio.pages import sealed_memfd
 
 
 def requests(opcode, local, remote, local_at, remote_at, length):
@@ -16,7 +19,12 @@ def requests(opcode, local, remote, local_at, remote_at, length):
 
 
 def pattern(nbytes, seed=1):
-    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+    """Random bytes, in memory that other processes can map."""
+    memory, fd = sealed_memfd(nbytes)
+    os.close(fd)
+    made = np.frombuffer(memory, np.uint8)[:nbytes]
+    made[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+    return made
 
 
 def finish(virtual, *transfers):
@@ -36,7 +44,7 @@ class Pair:
         self.mine, self.theirs = pattern(nbytes, 1), pattern(nbytes, 2)
         self.local, self.remote = self.a.register(self.mine), self.b.register(self.theirs)
         self.listener = self.b.listen(address)
-        self.peer = self.a.connect(address)
+        self.peer = self.a.connect(self.listener.address)
         self.back = self.listener.accept()
 
     def read(self, local_at, remote_at, length):

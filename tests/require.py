@@ -6,10 +6,12 @@ skipped; where KVIO_REQUIRE, a list like "uring,model", names the part, it fails
 """
 import collections
 import ctypes
+import functools
 import importlib.util
 import os
 import shutil
 
+import cbuild
 import pytest
 
 IO_URING_SETUP = 425        # the same number on every architecture of Linux
@@ -47,6 +49,13 @@ def _library(name):
     return probe
 
 
+def _header(name, package):
+    @functools.cache
+    def probe():
+        return None if cbuild.has_header(name) else f"no <{name}>: install {package}"
+    return probe
+
+
 def _guest():
     """A virtual machine takes a minute and a kernel of 70 MB: only where it is asked for."""
     if not required("guest"):
@@ -66,7 +75,8 @@ PARTS = {
     "cuda": _library("libcuda.so.1"),
     "usrbio": _library("libhf3fs_api_shared.so"),
     "guest": _guest,
-    "compiler": lambda: None if shutil.which(os.environ.get("CC", "cc")) else "no C compiler",
+    "compiler": lambda: None if cbuild.compiler() else "no C compiler",
+    "ibverbs-headers": _header("infiniband/verbs.h", "libibverbs-dev"),
     "lab": lambda: None if os.environ.get("KVIO_LAB") else "not inside the lab's virtual machine",
 }
 

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvio._ext.block import gather_into
 from kvio.errors import InvalidArgument
-from kvio.layout import (READ, SGE_DTYPE, WR_DTYPE, BlockLayout, LayerDescriptors, Side)
+from kvio.layout import (READ, SGE_DTYPE, WR_DTYPE, WRITE, BlockLayout, LayerDescriptors,
+                         Side)
 
 # Bytes per token over all layers, as published or computed from the models' configs.
 FIGURES = {
@@ -138,6 +140,51 @@ def test_blocks_that_touch_on_both_sides_are_one_work_request():
     wrs = LayerDescriptors(READ, layout, work, None, pool, ids, 14).wrs
     assert wrs["length"].tolist() == [3 * 4096, 2048]
     assert wrs["remote_addr"].tolist() == [(1 << 20) + 3 * 4096, (1 << 20) + 9 * 4096]
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=30, unique=True), st.integers(1, 9),
+       st.sampled_from([READ, WRITE]), st.integers(1, 3))
+def test_blocks_that_touch_on_the_remote_side_share_a_list(ids, max_sge, opcode, layer):
+    """Whatever is joined, byte for byte the same is moved, layer by layer."""
+    layout, ids = BlockLayout(4, 2, 512), np.array(ids, np.int64)
+    work = Side(1 << 30, 1024, (0, 1 << 20, 2 << 20, 3 << 20), 2)       # blocks touch
+    pool = Side(1 << 20, 4096, layout.layer_offsets[:4], 1)             # scattered
+    tokens = 2 * len(ids) - 1
+    plain = LayerDescriptors(opcode, layout, pool, ids, work, None, tokens)
+    made = LayerDescriptors(opcode, layout, pool, ids, work, None, tokens, max_sge=max_sge)
+    assert len(made.wrs) == -(-len(ids) // max_sge)
+    moved, seen = [], 0
+    for wr in made.layer(layer).wrs:
+        own = [(wr["local_addr"], wr["lkey"], wr["length"])]
+        if wr["num_sge"]:
+            assert 2 <= wr["num_sge"] <= max_sge and wr["sge_first"] == seen
+            seen += int(wr["num_sge"])
+            own = [(e["addr"], e["lkey"], e["length"])
+                   for e in made.sges[wr["sge_first"]:wr["sge_first"] + wr["num_sge"]]]
+        far = int(wr["remote_addr"])
+        for addr, lkey, length in own:
+            moved.append((int(addr), int(lkey), far, int(length)))
+            far += int(length)
+        assert far - int(wr["remote_addr"]) == wr["length"] and wr["rkey"] == 2
+        assert wr["opcode"] == opcode
+    assert seen == (0 if made.sges is None else len(made.sges))
+    assert moved == [(int(w["local_addr"]), 1, int(w["remote_addr"]), int(w["length"]))
+                     for w in plain.wrs]
+    plain.layer(layer)
+    assert (made.local_offset, made.remote_offset) == (plain.local_offset, plain.remote_offset)
+
+
+def test_lists_are_not_made_of_what_does_not_touch_nor_of_lists():
+    layout, ids = BlockLayout(1, 4, 1024), np.array([0, 2, 3, 9], np.int64)
+    pool, work = Side(1 << 20, 8192, (0,), 1), Side(1 << 30, 4096, (0,), 2)
+    made = LayerDescriptors(WRITE, layout, pool, ids, work, ids, 16, max_sge=16)
+    assert made.wrs["num_sge"].tolist() == [0, 2, 0] and len(made.sges) == 2
+    for wrs, sges in [(made.wrs, np.zeros(3, SGE_DTYPE)), (made.wrs[:1], np.zeros(0, SGE_DTYPE)),
+                      (made.wrs[:1], np.zeros(9, "u1"))]:
+        with pytest.raises(ValueError, match="entry"):
+            gather_into(wrs, sges, 16)
+    with pytest.raises(InvalidArgument, match="max_sge"):
+        LayerDescriptors(WRITE, layout, pool, ids, work, ids, 16, max_sge=0)
 
 
 @pytest.mark.parametrize("ids, tokens", [

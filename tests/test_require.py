@@ -21,7 +21,7 @@ def outcome(folder, text, require, **environment):
     """Exit status and output of a run of `text` as the only tests there are."""
     tests = folder / "tests"
     tests.mkdir()
-    for name in ("conftest.py", "require.py"):
+    for name in ("conftest.py", "require.py", "cbuild.py"):
         shutil.copy(HERE / name, tests)
     shutil.copy(HERE.parent / "pyproject.toml", folder)
     (tests / "test_sample.py").write_text(text)

@@ -95,6 +95,14 @@ int64_t kvio_describe(struct kvio_wr *out, uint32_t opcode, const struct kvio_si
 		      const struct kvio_side *remote, size_t count, uint32_t nbytes,
 		      uint32_t tail_nbytes, uint32_t max_length);
 
+/*
+ * Neighbours that touch on the remote side become one work request with a list of up to max_sge
+ * entries, in place, up to max_length bytes: fewer requests where only the local side is scattered.
+ * `sges` has room for `count`. Returns how many work requests are left; *num_sges is written.
+ */
+int64_t kvio_gather(struct kvio_wr *wrs, size_t count, struct kvio_sge *sges, uint32_t max_sge,
+		    uint32_t max_length, size_t *num_sges);
+
 _Static_assert(sizeof(struct kvio_key) == 32, "the numpy dtype says 32");
 _Static_assert(sizeof(struct kvio_sge) == 24, "the numpy dtype says 24");
 _Static_assert(sizeof(struct kvio_wr) == 64, "one cache line");

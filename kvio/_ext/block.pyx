@@ -5,8 +5,9 @@ from cpython.buffer cimport (PyBUF_C_CONTIGUOUS, PyBUF_SIMPLE, PyBUF_WRITABLE, P
                              PyObject_GetBuffer)
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from core cimport (kvio_block_keys, kvio_blake2b16, kvio_crc32c, kvio_crc32c_impl,
-                   kvio_crc32c_impls, kvio_describe, kvio_key, kvio_sge, kvio_side, kvio_wr)
+from core cimport (kvio_blake2b16, kvio_block_keys, kvio_crc32c, kvio_crc32c_impl,
+                   kvio_crc32c_impls, kvio_describe, kvio_gather, kvio_key, kvio_sge, kvio_side,
+                   kvio_wr)
 
 MAX_LENGTH = 1 << 30        # a merged work request stays below every provider's max_msg_sz
 
@@ -104,6 +105,28 @@ def describe_into(wrs, uint32_t opcode, uint64_t local_base, uint64_t local_stri
     if made <= 0:
         raise ValueError("one id per block and 0 < tail_nbytes <= nbytes are needed")
     return made
+
+
+def gather_into(wrs, sges, uint32_t max_sge):
+    """Join neighbours that touch on the remote side (see kvio_gather), in place: how many work
+    requests are left, how many entries there are."""
+    cdef Py_buffer wr_view, sge_view
+    cdef int64_t left = -1
+    cdef size_t used = 0
+    PyObject_GetBuffer(wrs, &wr_view, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE)
+    try:
+        PyObject_GetBuffer(sges, &sge_view, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE)
+        if wr_view.itemsize == sizeof(kvio_wr) and sge_view.itemsize == sizeof(kvio_sge) and \
+                sge_view.len // <Py_ssize_t>sizeof(kvio_sge) >= \
+                wr_view.len // <Py_ssize_t>sizeof(kvio_wr):
+            left = kvio_gather(<kvio_wr *>wr_view.buf, wr_view.len // sizeof(kvio_wr),
+                               <kvio_sge *>sge_view.buf, max_sge, MAX_LENGTH, &used)
+        PyBuffer_Release(&sge_view)
+    finally:
+        PyBuffer_Release(&wr_view)
+    if left < 0:
+        raise ValueError("work requests without lists, and an entry for each, are needed")
+    return left, used
 
 
 def struct_fields():

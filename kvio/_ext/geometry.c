@@ -43,3 +43,48 @@ int64_t kvio_describe(struct kvio_wr *out, uint32_t opcode, const struct kvio_si
 	}
 	return wr - out;
 }
+
+static inline struct kvio_sge local_side(const struct kvio_wr *wr)
+{
+	return (struct kvio_sge){ .addr = wr->local_addr, .lkey = wr->lkey, .length = wr->length };
+}
+
+static inline int joins(const struct kvio_wr *run, const struct kvio_wr *wr, uint32_t max_sge,
+			uint32_t max_length)
+{
+	return wr->remote_addr == run->remote_addr + run->length && wr->rkey == run->rkey &&
+	       wr->opcode == run->opcode && run->num_sge < max_sge &&
+	       (uint64_t)run->length + wr->length <= max_length;
+}
+
+int64_t kvio_gather(struct kvio_wr *wrs, size_t count, struct kvio_sge *sges, uint32_t max_sge,
+		    uint32_t max_length, size_t *num_sges)
+{
+	struct kvio_wr *run = wrs;	/* the last one that is left */
+	size_t used = 0;
+
+	*num_sges = 0;
+	for (size_t i = 0; i < count; i++)
+		if (wrs[i].num_sge)
+			return -EINVAL;
+	if (count == 0 || max_sge < 2)
+		return (int64_t)count;
+	for (size_t i = 1; i < count; i++) {
+		const struct kvio_wr wr = wrs[i];
+
+		if (!joins(run, &wr, max_sge, max_length)) {
+			*++run = wr;
+			continue;
+		}
+		if (run->num_sge == 0) {
+			run->sge_first = (uint32_t)used;
+			run->num_sge = 1;
+			sges[used++] = local_side(run);
+		}
+		sges[used++] = local_side(&wr);
+		run->num_sge++;
+		run->length += wr.length;
+	}
+	*num_sges = used;
+	return run - wrs + 1;
+}

@@ -20,6 +20,7 @@ from core cimport *
 LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ = KVIO_LOCAL_WRITE, KVIO_REMOTE_WRITE, KVIO_REMOTE_READ
 NUM_VL, MAX_VLARB = KVIO_NUM_VL, KVIO_MAX_VLARB
 STATES = ("reset", "ready", "error")
+RING_NBYTES, PORT_NBYTES = KVIO_SOFT_RING_NBYTES, KVIO_SOFT_PORT_NBYTES
 MAX_RAILS, BUSY_POLL = KVIO_MAX_RAILS, KVIO_NIC_BUSY_POLL
 DROP, DELAY, STATUS = 1, 2, 3               # enum kvio_soft_fault
 
@@ -109,6 +110,7 @@ cdef class Nic:
     cdef readonly Fabric fabric         # None: not soft
     cdef readonly dict owners           # key -> what keeps the region's memory alive
     cdef readonly bint closed
+    cdef object _port                   # soft: the page that other processes map
     cdef int calls                      # inside C without the GIL, on its queue pairs
     cdef int draining                   # of which on all of them at once
 
@@ -183,7 +185,8 @@ cdef class Nic:
                       port=r.port, mtu=r.mtu, lid=r.lid, uses_wr_api=bool(r.uses_wr_api),
                       bits_per_s=r.bits_per_s) for r in c.rails[:c.num_rails]]
         return dict(max_sge=c.max_sge, max_sge_rd=c.max_sge_rd, max_rd_atomic=c.max_rd_atomic,
-                    max_msg_nbytes=c.max_msg_nbytes, pd=c.pd, context=c.context, rails=rails)
+                    max_msg_nbytes=c.max_msg_nbytes, async_events=c.async_events, pd=c.pd,
+                    context=c.context, rails=rails)
 
     @property
     def in_flight(self) -> int:
@@ -218,6 +221,14 @@ cdef class Nic:
         """A timerfd of the fabric: readable when `drive` would complete something."""
         self._check_open()
         return check(kvio_nic_event_fd(self._nic))
+
+    def share_port(self, page):
+        """Soft: reserve the sending port in this page (a uint8 array, held as long as the NIC),
+        which other processes map too. EEXIST."""
+        cdef uint8_t[::1] view = page
+        self._check_open()
+        check(kvio_soft_share_port(self._nic, &view[0], view.shape[0]))
+        self._port = page
 
     def counters(self) -> dict:
         """The C counters by name; byte counters are lists by sl."""
@@ -254,6 +265,7 @@ cdef class Far:
     cdef kvio_far *_far
     cdef readonly Nic nic
     cdef readonly dict owners           # key -> what keeps its mapping alive
+    cdef object _rings                  # soft: what keeps those alive
 
     def __cinit__(self, Nic nic not None, uint32_t num_rails):
         nic._check_open()
@@ -286,12 +298,39 @@ cdef class Far:
         check(kvio_far_remove(self._far, key))
         del self.owners[key]
 
+    def join(self, mine, theirs, port, uint64_t bytes_per_s, int wake_fd, int their_wake_fd,
+             int pid_fd):
+        """Soft: to another process, see kvio_soft_join. mine, theirs and port (or None) are uint8
+        arrays, held until `close`. EINVAL, EISCONN."""
+        cdef uint8_t[::1] ours = mine, its_port
+        cdef const uint8_t[::1] its = theirs
+        cdef kvio_soft_join join
+        self._check_open()
+        memset(&join, 0, sizeof(join))
+        if port is not None:
+            its_port = port
+            if its_port.shape[0] < <Py_ssize_t>KVIO_SOFT_PORT_NBYTES:
+                raise ValueError("the page of a port is too small")
+            join.port = &its_port[0]
+        join.mine, join.theirs = &ours[0], &its[0]
+        join.ring_nbytes, join.bytes_per_s = min(ours.shape[0], its.shape[0]), bytes_per_s
+        join.wake_fd, join.their_wake_fd, join.pid_fd = wake_fd, their_wake_fd, pid_fd
+        check(kvio_soft_far_join(self._far, &join))
+        self._rings = mine, theirs, port
+
+    def lost(self):
+        """Soft: nothing comes from the other end any more; what is in flight fails."""
+        self._check_open()
+        with nogil:
+            kvio_soft_far_lost(self._far)
+
     def close(self):
         """EBUSY while a queue pair refers to it."""
         if self._far is not NULL:
             check(kvio_far_close(self._far))
             self._far = NULL
             self.owners.clear()
+            self._rings = None
 
 
 @cython.no_gc_clear
@@ -302,6 +341,7 @@ cdef class QueuePair:
     cdef readonly Nic nic
     cdef readonly Nic remote_nic        # held: its memory is read and written through this
     cdef readonly Far far               # or another process's
+    cdef readonly uint8_t sl, tclass    # as asked for
     cdef public str label
 
     def __cinit__(self, Nic nic not None, uint8_t sl, uint8_t tclass, uint32_t depth=0,
@@ -312,7 +352,7 @@ cdef class QueuePair:
             far._check_open()
             params.far = far._far
         check(kvio_qp_create(nic._nic, &params, &self._qp))
-        self.nic, self.far, self.label = nic, far, ""
+        self.nic, self.far, self.label, self.sl, self.tclass = nic, far, "", sl, tclass
 
     def __dealloc__(self):
         # A NIC that was closed has destroyed it already. Busy: the NIC will.
@@ -362,16 +402,18 @@ cdef class QueuePair:
         check(kvio_qp_connect(self._qp, ends, <uint32_t>(other.shape[0] // sizeof(kvio_endpoint))))
 
     def query(self) -> dict:
-        """Read back from the device."""
+        """Read back from the device. `ignored`: which of sl and tclass it does not have as asked
+        (Soft-RoCE knows no sl, an InfiniBand path without GRH no tclass)."""
         cdef kvio_qp_info info
         self._check_open()
         check(kvio_qp_query(self._qp, &info))
         local = info.local[0]
-        return dict(qpn=local.qpn, mtu=local.mtu, sl=local.sl, tclass=local.tclass,
-                    rails=[dict(qpn=e.qpn, psn=e.psn, mtu=e.mtu, rd_atomic=e.rd_atomic, lid=e.lid,
-                                sl=e.sl, tclass=e.tclass, gid=bytes(e.gid[:16]))
-                           for e in info.local[:info.num_rails]],
-                    state=STATES[info.state], depth=info.depth, max_sge=info.max_sge,
+        asked, rails = dict(sl=self.sl, tclass=self.tclass), [
+            dict(qpn=e.qpn, psn=e.psn, mtu=e.mtu, rd_atomic=e.rd_atomic, lid=e.lid, sl=e.sl,
+                 tclass=e.tclass, gid=bytes(e.gid[:16])) for e in info.local[:info.num_rails]]
+        ignored = [name for name in asked if any(rail[name] != asked[name] for rail in rails)]
+        return dict(ignored=ignored, qpn=local.qpn, mtu=local.mtu, sl=local.sl, tclass=local.tclass,
+                    rails=rails, state=STATES[info.state], depth=info.depth, max_sge=info.max_sge,
                     free=info.free, in_flight=info.in_flight)
 
     def fail(self):

@@ -59,8 +59,10 @@ int kvio_nic_open(struct kvio_nic **out, const struct kvio_nic_ops *ops,
 	if (rc < 0)
 		return rc;
 	nic->ops = ops;
-	nic->queue_depth = params->queue_depth;
-	nic->max_sge = params->max_sge;
+	if (nic->queue_depth == 0)		/* a device that can do less has said so */
+		nic->queue_depth = params->queue_depth;
+	if (nic->max_sge == 0)
+		nic->max_sge = params->max_sge;
 	kvio_lock(nic);
 	nic->next = nic->domain->nics;
 	nic->domain->nics = nic;
@@ -116,6 +118,7 @@ void kvio_nic_free(struct kvio_nic *nic)
 	if (!nic)
 		return;
 	kvio_lock(nic);
+	nic->dying = true;
 	while (nic->in_flight) {
 		for (struct kvio_qp *qp = nic->qps; qp; qp = qp->next)
 			nic->ops->qp_fail(qp);

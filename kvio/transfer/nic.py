@@ -41,6 +41,8 @@ class Nic:
         self._peers: set[Peer] = set()
         self._listeners: list[Listener] = []
         self._classes: dict[str, TrafficClass] = {}
+        self._port_fd = None            # soft: of the page in which others reserve its link
+        self._control = None            # its thread for other processes, once there are any
 
     @classmethod
     def open(cls, device: str = "soft", *, name: str | None = None,
@@ -125,15 +127,26 @@ class Nic:
                                   "pass a writable buffer")
         if region.access & Access.REMOTE_WRITE and not region.access & Access.LOCAL_WRITE:
             raise InvalidArgument("REMOTE_WRITE needs LOCAL_WRITE as well (a rule of verbs)")
-        region.key = self._ext.reg(region, region.addr, region.nbytes, int(access))
+        try:
+            region.key = self._ext.reg(region, region.addr, region.nbytes, int(access))
+        except OSError as failed:
+            raise TransferError(failed.errno, verbs.why_not_registered(
+                self.name, region, failed.errno)) from None
+        if self._control is not None:
+            self._control.announce(region.key)
         return region
 
     def deregister(self, region: Region) -> None:
-        """Take the memory back. Busy while a transfer in flight names it."""
+        """Take the memory back. Busy while a transfer in flight names it. Peers of other
+        processes let go of it first, if they answer within a second."""
         self._check_open()
         try:
+            if self._control is not None and region.key in self._ext.owners:
+                self._control.retract(region.key)
             self._ext.dereg(region.key)
         except OSError as failed:
+            if self._control is not None:
+                self._control.announce(region.key)      # it stays
             if failed.errno == errno.EBUSY:
                 raise Busy(f"{self.name}: a transfer in flight uses {region}; wait for it or "
                            "cancel it, then deregister") from None
@@ -152,6 +165,8 @@ class Nic:
         KVIO_SECRET_FILE): what a peer has to know; without one only loopback is served.
         """
         self._check_open()
+        if self.fabric is None and classes is not None:
+            classes = verbs.by_operator(class_list(classes))
         if remote.is_remote(self, address):
             return remote.listen(self, address, classes, secret)
         with self.fabric._lock:
@@ -169,6 +184,8 @@ class Nic:
         `listen`; timeout: seconds for the whole handshake."""
         self._check_open()
         classes = class_list(classes)
+        if self.fabric is None:
+            classes = verbs.by_operator(classes)
         if remote.is_remote(self, address):
             return remote.connect(self, address, classes, secret, timeout)
         with self.fabric._lock:
@@ -179,7 +196,7 @@ class Nic:
         if listener.classes is not None and listener.classes != classes:
             raise InvalidArgument(f"{address!r} has the traffic classes {listener.classes}, not "
                                   f"{classes}: both ends need the same list")
-        here, there = Peer(self, listener.nic, classes), Peer(listener.nic, self, classes)
+        here, there = Peer(self, listener.nic.name, classes), Peer(listener.nic, self.name, classes)
         here._other, there._other = there, here
         here._join()
         for nic, peer in (self, here), (listener.nic, there):
@@ -215,6 +232,13 @@ class Nic:
                 "mtu": self.mtu, "in_flight": self._ext.in_flight, **raw, "tx_bytes": sum(tx),
                 "rx_bytes": sum(rx), "by_vl": by_vl, "by_class": by_class}
 
+    def info(self) -> dict:
+        """What the device says of itself, plain data: `rails` (device, port, GID and its index and
+        type, link, MTU, ...), limits, and the addresses of the library's `pd` and `context`, for
+        other libraries in this process. Nothing of that for soft."""
+        self._check_open()
+        return {"provider": self.provider, "name": self.name, **self._ext.info()}
+
     # ---- the end
 
     def close(self, *, cancel: bool = False) -> None:
@@ -223,9 +247,11 @@ class Nic:
         for the rest of our own."""
         if self._ext.closed:
             return
-        if cancel:
+        if cancel and self._control is None:
             self._ext.drain(True)
         try:
+            if self._control is not None:
+                remote.part(self, cancel)
             self._ext.close()
         except OSError:
             raise Busy(f"{self.name}: transfers of this NIC are in flight ({self._ext.in_flight}), "
@@ -235,6 +261,7 @@ class Nic:
             listener.close()
         for peer in list(self._peers):
             peer._forget()
+        self._control = None
 
     def __enter__(self):
         return self

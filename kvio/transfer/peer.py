@@ -32,18 +32,24 @@ class Listener:
             self.nic._listeners.remove(self)
 
 
+def queue_pairs(nic, remote_name, classes, far=None, made=None) -> dict:
+    """A queue pair for each class, unconnected, by the names of the classes. `far`: the regions
+    of the other process; `made`: filled, so that it has those that were made if one fails."""
+    made = {} if made is None else made
+    for c in classes:
+        made[c.name] = qp = _nic.QueuePair(nic._ext, c.sl, c.tclass, far=far)
+        qp.label = f"NIC {nic.name}, peer {remote_name}, class {c.name}"
+    return made
+
+
 class Peer:
     """The connection to another NIC: one queue pair per traffic class."""
 
-    def __init__(self, nic, remote, classes):
+    def __init__(self, nic, remote_name, classes, qps=None):
         """Use `Nic.connect` or `Listener.accept`."""
-        self.nic, self.remote_name, self.classes = nic, remote.name, classes
+        self.nic, self.remote_name, self.classes = nic, remote_name, classes
         self.listener, self._other = None, None     # the listener: of the passive end
-        self._qps = {}
-        for c in classes:
-            qp = _nic.QueuePair(nic._ext, c.sl, c.tclass)
-            qp.label = f"NIC {nic.name}, peer {remote.name}, class {c.name}"
-            self._qps[c.name] = qp
+        self._qps = queue_pairs(nic, remote_name, classes) if qps is None else dict(qps)
         self._whats = {(op, name): f"{word} {qp.label}" for name, qp in self._qps.items()
                        for op, word in ((READ, "read,"), (WRITE, "write,"), (0, "post,"))}
 
@@ -181,6 +187,11 @@ class Peer:
         self.nic._peers.discard(self)
         if other is not None:
             other._other = None
+
+    def _disown(self):
+        """In a forked child: the queue pairs, which are the parent's, and must not be freed."""
+        qps, self._qps = self._qps, {}
+        return qps
 
     def _check_open(self):
         self.nic._check_open()

@@ -1,8 +1,8 @@
 """The stand-in for 3FS (usrbio_standin.c; not 3FS): built once a session, and its controls."""
 import ctypes
 import os
-import shutil
-import subprocess
+
+import cbuild
 
 RESULT, SHORT, DELAY_US, SHUFFLE, PREP, REG, STALL, ONE, DENY, CREATE, WAIT, HOLES, \
     STRAY = range(13)
@@ -12,21 +12,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def build(folder):
-    """The path of the library, with the sanitizer this process runs under."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if not compiler:
+    """The path of the library, or None without a compiler."""
+    if not cbuild.compiler():
         return None
-    preloaded, flags = os.environ.get("LD_PRELOAD", ""), []
-    for name, flag in (("libasan", "-fsanitize=address,undefined"),
-                       ("libtsan", "-fsanitize=thread")):
-        flags += [flag] if name in preloaded else []
-    path = os.path.join(folder, "libhf3fs_api_shared.so")
-    subprocess.run([compiler, "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror",
-                    "-Wno-unused-parameter", "-Wno-format-nonliteral", "-fvisibility=hidden",
-                    "-shared", "-fPIC", "-pthread",
-                    *flags, os.path.join(HERE, "usrbio_standin.c"), "-o", path],
-                   check=True, env={**os.environ, "LD_PRELOAD": ""})
-    return path
+    return cbuild.shared_library(os.path.join(folder, "libhf3fs_api_shared.so"),
+                                 [os.path.join(HERE, "usrbio_standin.c")],
+                                 "-Wno-format-nonliteral")
 
 
 class StandIn:

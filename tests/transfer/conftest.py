@@ -1,6 +1,11 @@
-"""NICs for the tests: of every provider (`provider`), or soft ones in virtual time (`virtual`)."""
+"""NICs for the tests: of every provider (`provider`), or soft ones in virtual time (`virtual`).
+
+"standin" is the provider verbs on the stand-in for libibverbs, wherever that can be built.
+"""
+import gc
 import uuid
 
+import ibverbs_standin
 import pytest
 
 from kvio.errors import BackendUnavailable
@@ -8,11 +13,17 @@ from kvio.transfer import Fabric, Nic
 from nics import Pair
 from require import parts_used, required, skip_or_fail
 
-DEVICES = {"soft": "soft", "verbs": "verbs:rxe0", "cuda": "cuda:0"}
+# shared: soft NICs as in different processes, each on a fabric of its own.
+DEVICES = {"soft": "soft", "shared": "soft", "verbs": "verbs:rxe0", "cuda": "cuda:0",
+           "standin": "verbs:standin0"}
+
+ibverbs_standin.choose()            # before anything in this process opens libibverbs
 
 
 def why_not(name):
     """Why this provider cannot run here, or None."""
+    if name == "standin":
+        return ibverbs_standin.why_not()
     try:
         Nic.open(DEVICES[name]).close()
     except BackendUnavailable as missing:
@@ -21,29 +32,74 @@ def why_not(name):
 
 
 # What is missing is skipped once, by test_a_provider_is_here, and not by each of the tests.
-PROVIDERS = [name for name in DEVICES if name == "soft" or required(name) or not why_not(name)]
+PROVIDERS = [name for name in DEVICES
+             if DEVICES[name] == "soft" or required(name) or not why_not(name)]
+
+
+class SharedNic(Nic):
+    """Its names are those of Unix sockets in `folder`."""
+
+    folder = None
+
+    def listen(self, address, *args, **options):
+        return super().listen(self._socket(address), *args, **options)
+
+    def connect(self, address, *args, **options):
+        return super().connect(self._socket(address), *args, **options)
+
+    def _socket(self, address):
+        return address if ":" in address else f"unix:{self.folder}/{address}"
+
+
+@pytest.fixture(scope="session")
+def standin_library():
+    """The controls of the stand-in for libibverbs, which kvio has open."""
+    if ibverbs_standin.why_not():
+        pytest.skip(ibverbs_standin.why_not())
+    return ibverbs_standin.StandIn(ibverbs_standin.build())
+
+
+@pytest.fixture
+def standin(standin_library):
+    """The same, as new; at the end nothing may be left of what was made on it."""
+    before = standin_library.objects()
+    standin_library.reset()
+    yield standin_library
+    standin_library.reset()
+    gc.collect()
+    assert standin_library.objects() == before
 
 
 @pytest.fixture(params=PROVIDERS)
-def provider(request):
+def provider(request, tmp_path):
     """Opens NICs of one provider; closes them at the end."""
     name, opened = request.param, []
 
     def open_nic(**options):
-        opened.append(Nic.open(DEVICES[name], **options))
+        kind = Nic
+        if name == "shared":
+            kind, options["fabric"] = SharedNic, Fabric()
+        elif DEVICES[name] != "soft":
+            options.pop("bytes_per_s", None)
+        opened.append(kind.open(DEVICES[name], **options))
+        opened[-1].folder = tmp_path
         return opened[-1]
-    if name != "soft":
+    if name == "standin":
+        request.getfixturevalue("standin")
+    elif DEVICES[name] != "soft":
         if why_not(name):
             skip_or_fail(name, why_not(name))
         parts_used[name] += 1
     yield open_nic
-    for nic in opened:
-        nic.close(cancel=True)
+    while opened:
+        opened.pop().close(cancel=True)
 
 
 @pytest.fixture
 def pair(provider):
-    return Pair(provider, address=uuid.uuid4().hex)
+    made = Pair(provider, address=uuid.uuid4().hex)
+    yield made
+    vars(made).clear()              # pytest keeps it, and a device is closed with its last NIC
 
 
 @pytest.fixture

@@ -255,7 +255,8 @@ def test_after_close(pair):
 def test_a_peer_that_went_away(provider):
     pair = Pair(provider, address=uuid.uuid4().hex)
     pair.b.close()
-    with pytest.raises(TransferError, match="RETRY_EXC_ERR"):
+    # Between processes the control connection may have told already.
+    with pytest.raises((TransferError, Closed), match="RETRY_EXC_ERR|WR_FLUSH_ERR|connect again"):
         pair.peer.read(pair.read(0, 0, 64)).wait()
     with pytest.raises(Closed):
         pair.peer.reset()
@@ -313,6 +314,7 @@ def test_threads_and_an_event_loop_drive_the_same_nic(pair):
 
 
 def test_a_thousand_connections_leak_nothing(pair):
+    gc.collect()                            # NICs of other tests, and their descriptors
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(1000):
         peer = pair.a.connect(pair.listener.address)
