@@ -11,6 +11,7 @@ from kvio.engine.cluster import Cluster, ClusterConfig
 from kvio.engine.collectives import CollectiveSetting
 from kvio.engine.compute import TimedCompute
 from kvio.engine.demo_collectives import CollectivesSetting, collectives_part
+from kvio.engine.report import render
 from kvio.errors import InvalidArgument, TransferError
 from kvio.layout import BlockLayout
 from kvio.transfer import COLLECTIVE, KV, Fabric, TrafficClass
@@ -175,6 +176,15 @@ def test_a_class_of_their_own_keeps_collectives_fast_and_one_class_does_not(part
     assert two["p50_s"] < 1.1 * two["alone_p50_s"] and two["p99_s"] < 1.5 * two["alone_p50_s"]
     assert one["p50_s"] > 1.5 * one["alone_p50_s"] and one["p99_s"] > 3 * one["alone_p50_s"]
     assert part["p50_s_ratio"] > 1.5 and part["p99_s_ratio"] > 2.5 and part["tpot_ratio"] > 1.2
+
+
+def test_the_report_shows_both_and_the_ratio(part):
+    summary = {name: value for name, value in part.items() if name != "modes"}
+    text = render({"collectives": {**part["modes"], "summary": summary}, "tokens_equal": True,
+                   "ok": True})
+    assert "one class  two classes" in text and "EMULATED, in link time" in text
+    assert f"{part['p50_s_ratio']:.2f} x at p50, {part['p99_s_ratio']:.2f} x at p99" in text
+    assert f"TPOT {part['tpot_ratio']:.2f} x; all bytes checked" in text
 
 
 def test_a_class_is_worth_nothing_when_both_share_a_lane():
