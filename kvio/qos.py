@@ -9,9 +9,10 @@ import re
 from dataclasses import dataclass
 
 from kvio.errors import InvalidArgument
+from kvio.transfer.arbitration import Arbitration
 from kvio.transfer.classes import COLLECTIVE, KV, TrafficClass, class_list
 
-__all__ = ["DEFAULT_SHARES", "Setup", "Share", "mlnx", "opensm", "tc"]
+__all__ = ["DEFAULT_SHARES", "Setup", "Share", "arbitration", "mlnx", "opensm", "tc"]
 
 HIGH_LIMIT = 240                # in 4 KiB: this much leaves high before the low table gets a packet
 FULL, LEAST = 192, 64           # weights, in 64 bytes: multiples of a 4 KiB packet's 64
@@ -65,7 +66,8 @@ class Setup:
         classes = [f"# {s.name}: sl {s.traffic_class.sl}, tclass {s.traffic_class.tclass} "
                    f"(DSCP {s.dscp}), share {s.share}" for s in self.shares]
         body = [part for text, why in self.lines for part in (f"# {why}", text)]
-        return "\n".join([*classes, f"# {self.note}", *(f"# WARNING: {each}" for each in self.warnings), *body])
+        warnings = [f"# WARNING: {each}" for each in self.warnings]
+        return "\n".join([*classes, f"# {self.note}", *warnings, *body])
 
     def to_dict(self) -> dict:
         """Plain data."""
@@ -114,17 +116,30 @@ def _places(wanted, free):
 
 # ---- InfiniBand
 
-def opensm(shares=DEFAULT_SHARES) -> Setup:
-    """Lines of opensm.conf. One lane for each service level; InvalidArgument beyond 8."""
-    shares = _checked(shares)
+def _by_sl(shares):
     groups = _grouped(shares, lambda share: share.traffic_class.sl)
     if len(groups) > MAX_LANES:
         raise InvalidArgument(f"{len(groups)} service levels need as many lanes; InfiniBand "
                               f"hardware has {MAX_LANES} at most: let classes share an sl")
     num_lanes = 4 if len(groups) <= 4 else MAX_LANES
-    lanes = _places({sl: sl % num_lanes for sl in groups}, range(num_lanes))
-    sl2vl = [lanes.get(sl, sl % num_lanes) for sl in range(16)]
+    return groups, num_lanes, _places({sl: sl % num_lanes for sl in groups}, range(num_lanes))
+
+
+def arbitration(shares=DEFAULT_SHARES) -> Arbitration:
+    """The same for soft NICs: `Fabric(arbitration=arbitration(shares))` does what `opensm` of
+    these shares says."""
+    groups, num_lanes, lanes = _by_sl(_checked(shares))
     high, low = _weights({lanes[sl]: _total(group) for sl, group in groups.items()}, num_lanes)
+    return Arbitration(HIGH_LIMIT, tuple(high.items()), tuple(low.items()),
+                       tuple(lanes.get(sl, sl % num_lanes) for sl in range(16)))
+
+
+def opensm(shares=DEFAULT_SHARES) -> Setup:
+    """Lines of opensm.conf. One lane for each service level; InvalidArgument beyond 8."""
+    shares = _checked(shares)
+    groups, num_lanes, lanes = _by_sl(shares)
+    rules = arbitration(shares)
+    high, low = dict(rules.vlarb_high), dict(rules.vlarb_low)
     floors = _floors(high, low, set(lanes.values()))
     used = ", ".join(f"{_names(group)} on {lanes[sl]}" for sl, group in groups.items())
     told = "; ".join(f"{_names(group)} {floors[lanes[sl]]:.3g} %" for sl, group in groups.items())
@@ -137,7 +152,7 @@ def opensm(shares=DEFAULT_SHARES) -> Setup:
         (f"qos_vlarb_low {_table(low)}", "what is sent when the high table has nothing or has "
          f"used up its limit. All classes saturated (4 KiB packets), each gets at least: {told}; "
          "alone, each gets everything"),
-        ("qos_sl2vl " + ",".join(map(str, sl2vl)), f"lane of service levels 0 to 15: {used}"),
+        ("qos_sl2vl " + _list(rules.sl2vl), f"lane of service levels 0 to 15: {used}"),
     ]
     return Setup("opensm", shares, tuple(lines),
                  "InfiniBand goes by sl alone: tclass changes nothing here. Libraries that make "

@@ -1,16 +1,21 @@
 """`kvio qos`: golden set-ups, what cannot be honoured, and that `tc` understands its commands."""
 import json
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from kvio import qos
 from kvio.errors import InvalidArgument
+from kvio.layout import READ
 from kvio.qos import Share
-from kvio.transfer import COLLECTIVE, KV, TrafficClass
+from kvio.transfer import COLLECTIVE, KV, Fabric, Nic, TrafficClass
+from kvio.transfer.arbitration import Arbitration
+from nics import requests
 
 
 def lines(setup):
@@ -99,6 +104,43 @@ def test_floors_are_what_an_arbiter_gives():
     assert floors[2] == pytest.approx(100 * sent_low * 64 / 384 / (sent_high + sent_low))
     assert floors[0] == pytest.approx(
         100 * (sent_high * 192 / 320 + sent_low * 192 / 384) / (sent_high + sent_low))
+
+
+def test_soft_nics_take_the_same_tables():
+    assert qos.arbitration() == Arbitration()
+    shares = [share("a", 0, 0, 60), share("b", 1, 0, 37), share("c", 2, 0, 2), share("d", 9, 0)]
+    rules, printed = qos.arbitration(shares), dict(
+        text.split(" ") for text in lines(qos.opensm(shares)))
+    assert printed["qos_sl2vl"] == ",".join(map(str, rules.sl2vl))
+    assert printed["qos_vlarb_high"] == ",".join(f"{vl}:{w}" for vl, w in rules.vlarb_high)
+    assert printed["qos_vlarb_low"] == ",".join(f"{vl}:{w}" for vl, w in rules.vlarb_low)
+
+
+def test_a_saturated_soft_link_gives_each_class_what_the_setup_says():
+    shares = [share("a", 0, 0, 60), share("b", 1, 0, 37), share("c", 2, 0, 1)]
+    rate, seconds = 10**9, 0.1
+    fabric = Fabric("virtual", arbitration=qos.arbitration(shares))
+    with Nic.open("soft", fabric=fabric, bytes_per_s=rate, name="a") as here, \
+            Nic.open("soft", fabric=fabric, bytes_per_s=rate, name="b") as there:
+        memory = np.zeros(1 << 20, np.uint8)
+        local, remote = here.register(memory), there.register(memory.copy())
+        there.listen("b")
+        peer = here.connect("b", classes=[each.traffic_class for each in shares])
+        wrs = requests(READ, local, remote, np.zeros(200, int), 0, 1 << 20)
+        transfers = [peer.read(wrs, each.traffic_class) for each in shares]
+        fabric.advance(int(seconds * 1e9))
+        here.poll()
+        in_flight = [not transfer.done for transfer in transfers]
+        got = {name: c["rx_bytes"] for name, c in here.stats()["by_class"].items()}
+        fabric.advance(10**12)
+        here.close(cancel=True)
+    assert all(in_flight)                               # saturated to the end
+    floors = re.search("at least: (.*?); alone", qos.opensm(shares).text())[1]
+    assert set(got) == {"a", "b", "c"}
+    for told in floors.split("; "):
+        name, percent, _ = told.split(" ")
+        expected = float(percent) / 100 * rate * seconds
+        assert got[name] == pytest.approx(expected, rel=0.02, abs=4096), name   # one packet
 
 
 def test_service_levels_beyond_the_lanes_get_lanes_of_their_own():

@@ -192,6 +192,8 @@ def real_part(folder=None, exact: bool = False, progress=None, modes=("none", "b
             "tokens_equal": not any(mismatches.values()),
             "only_ties": not any(line.endswith(NO_TIE) for lines in mismatches.values()
                                  for line in lines),
+            "generated": {name: [r.generated for r in requests]
+                          for name, requests in tokens[modes[0]].items()},
             "sample": {"agent": sessions[0].name, "text": made.text(first.generated)}}
 
 

@@ -32,8 +32,8 @@ class Session:
 class EngineRequest:
     """A prompt on its way through the engines, and what became of it.
 
-    Times are seconds on the engines' clock. `num_hit_tokens` comes from the store, `path` and `reason` from the
-    scheduler's route.
+    Times are seconds on the engines' clock. `num_hit_tokens` comes from the store, `path` and
+    `reason` from the scheduler's route.
     """
 
     request_id: int

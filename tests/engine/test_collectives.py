@@ -11,13 +11,14 @@ from kvio.engine.cluster import Cluster, ClusterConfig
 from kvio.engine.collectives import CollectiveSetting
 from kvio.engine.compute import TimedCompute
 from kvio.engine.demo_collectives import CollectivesSetting, collectives_part
+from kvio.engine.report import render
 from kvio.errors import InvalidArgument, TransferError
 from kvio.layout import BlockLayout
 from kvio.transfer import COLLECTIVE, KV, Fabric, TrafficClass
 
 LAYOUT = BlockLayout(3, 16, 64)
 RATE = 10**9
-SMALL = CollectivesSetting(num_turns=1)
+DEFAULT, TINY = CollectivesSetting(), CollectivesSetting(num_agents=4, num_turns=1)
 
 
 def config(**changes):
@@ -152,20 +153,20 @@ def test_what_cannot_be_is_refused():
 
 @pytest.fixture(scope="module")
 def part():
-    return collectives_part(SMALL)
+    return collectives_part(DEFAULT)
 
 
-def test_two_runs_in_link_time_give_the_same_figures(part):
-    assert collectives_part(SMALL) == part
+def test_two_runs_in_link_time_give_the_same_figures():
+    assert collectives_part(TINY) == collectives_part(TINY)
 
 
 def test_the_part_moves_the_same_bytes_and_tokens_in_one_class_and_in_two(part):
     assert part["tokens_equal"]
     for mode, f in part["modes"].items():
         assert f["kv_errors"] == f["collective_errors"] == 0
-        assert f["collective"]["num"] % SMALL.num_per_step == 0
+        assert f["collective"]["num"] % DEFAULT.num_per_step == 0
         assert f["collective"]["alone_p50_s"] == pytest.approx(
-            SMALL.nbytes / SMALL.cnic_bytes_per_s)
+            DEFAULT.nbytes / DEFAULT.cnic_bytes_per_s)
         assert f["link_busy_share"] > 0.6, mode         # KV really is in the way
 
 
@@ -177,8 +178,17 @@ def test_a_class_of_their_own_keeps_collectives_fast_and_one_class_does_not(part
     assert part["p50_s_ratio"] > 1.5 and part["p99_s_ratio"] > 2.5 and part["tpot_ratio"] > 1.2
 
 
+def test_the_report_shows_both_and_the_ratio(part):
+    summary = {name: value for name, value in part.items() if name != "modes"}
+    text = render({"collectives": {**part["modes"], "summary": summary}, "tokens_equal": True,
+                   "ok": True})
+    assert "one class  two classes" in text and "EMULATED, in link time" in text
+    assert f"{part['p50_s_ratio']:.2f} x at p50, {part['p99_s_ratio']:.2f} x at p99" in text
+    assert f"TPOT {part['tpot_ratio']:.2f} x; all bytes checked" in text
+
+
 def test_a_class_is_worth_nothing_when_both_share_a_lane():
     """The control: two names with one service level are one class to the links."""
-    same = collectives_part(replace(SMALL, collective=TrafficClass("mine", KV.sl, 184)))
+    same = collectives_part(replace(TINY, collective=TrafficClass("mine", KV.sl, 184)))
     assert same["p50_s_ratio"] == same["tpot_ratio"] == 1.0
     assert COLLECTIVE.sl % 4 != KV.sl % 4
