@@ -177,6 +177,8 @@ static bool may_burst(const struct soft_qp *qp)
 {
 	const struct soft_wqe *wqe = soft_wqe_at(qp, qp->cur);
 
+	if (qp->link)		/* mapped elsewhere, and each message is verified */
+		return false;
 	return !qp->source->bytes_per_s && !qp->sink->bytes_per_s && !qp->source->drop_in &&
 	       !soft_nic_of(qp)->fail_in && qp->remote && qp->remote->remote == qp &&
 	       qp->remote->state == KVIO_QP_READY && qp->seen == qp->cur && qp->offset == 0 &&
