@@ -58,7 +58,7 @@ struct far_ring {
 	struct far_lane lanes[FAR_LANES];
 };
 
-/* Both ends of a port that several processes use. Written by all of them: nothing but time. */
+/* A sending port that several processes use. All of them write it: nothing but time. */
 struct far_port {
 	uint64_t epoch_ns;		/* CLOCK_MONOTONIC; ticks count from here */
 	uint64_t free __attribute__((aligned(64)));	/* in ticks: sending until then */
