@@ -88,8 +88,8 @@ struct soft_link {
 	bool connected;
 	/* what we have put into our lane: slots, and up to which place of the send queue */
 	uint32_t tail, acked, pushed;
-	/* what they have put into theirs: slots seen, slots done, and the shadow's place up to which
-	 * regions are no longer held */
+	/* what they have put into theirs: slots seen, slots done; regions of the shadow's requests
+	 * before this place are no longer held */
 	uint32_t taken, done, released;
 	uint8_t status;			/* told; nonzero: we take no more */
 	struct kvio_region **held;	/* FAR_SGES + 1 for each place of the shadow's queue */
