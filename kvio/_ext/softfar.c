@@ -12,8 +12,8 @@ int soft_far_open(struct kvio_far *base)
 	struct soft_nic *nic = (struct soft_nic *)base->nic;
 	struct soft_far *far;
 
-	if (nic->fabric->is_virtual)
-		return -EOPNOTSUPP;	/* the other process's clock would have to stand still too */
+	if (nic->fabric->is_virtual)		/* theirs would have to stand still too */
+		return -EOPNOTSUPP;
 	far = calloc(1, sizeof(*far));
 	if (!far)
 		return -ENOMEM;

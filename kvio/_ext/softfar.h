@@ -47,7 +47,7 @@ union far_slot {
 struct far_lane {
 	uint64_t tail __attribute__((aligned(64)));
 	uint64_t ack __attribute__((aligned(64)));
-	union far_slot slots[FAR_SLOTS];
+	union far_slot slots[FAR_SLOTS] __attribute__((aligned(64)));
 };
 
 /* `retired` counts the owner's regions that are no more; their keys, the last ones: */
@@ -58,7 +58,7 @@ struct far_ring {
 	struct far_lane lanes[FAR_LANES];
 };
 
-/* Both ends of a port that several processes use. Written by all of them: nothing but time. */
+/* A sending port that several processes use. All of them write it: nothing but time. */
 struct far_port {
 	uint64_t epoch_ns;		/* CLOCK_MONOTONIC; ticks count from here */
 	uint64_t free __attribute__((aligned(64)));	/* in ticks: sending until then */
@@ -88,8 +88,8 @@ struct soft_link {
 	bool connected;
 	/* what we have put into our lane: slots, and up to which place of the send queue */
 	uint32_t tail, acked, pushed;
-	/* what they have put into theirs: slots seen, slots done, and the shadow's place up to which
-	 * regions are no longer held */
+	/* what they have put into theirs: slots seen, slots done; regions of the shadow's requests
+	 * before this place are no longer held */
 	uint32_t taken, done, released;
 	uint8_t status;			/* told; nonzero: we take no more */
 	struct kvio_region **held;	/* FAR_SGES + 1 for each place of the shadow's queue */
@@ -148,6 +148,7 @@ struct soft_far *far_first(const struct kvio_fabric *fabric);
 
 _Static_assert(sizeof(union far_slot) == 64, "it is shared");
 _Static_assert(sizeof(struct far_lane) == 128 + 64 * FAR_SLOTS, "it is shared");
+_Static_assert(offsetof(struct far_lane, slots) == 128, "it is shared");
 _Static_assert(sizeof(struct far_ring) == KVIO_SOFT_RING_NBYTES, "it is shared");
 _Static_assert(sizeof(struct far_port) == KVIO_SOFT_PORT_NBYTES, "it is shared");
 
