@@ -382,7 +382,7 @@ struct kvio_soft_join {
 	int wake_fd, their_wake_fd;
 	int pid_fd;			/* the other process: its end is that of the connection */
 };
-#define KVIO_SOFT_RING_NBYTES (64u + 16 * (128 + 64 * 1024))
+#define KVIO_SOFT_RING_NBYTES (128u + 8 * 1024 + 16 * (128 + 64 * 1024))
 #define KVIO_SOFT_PORT_NBYTES 128u
 
 /* Before the first queue pair. -EINVAL, -EISCONN. */

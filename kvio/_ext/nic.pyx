@@ -50,6 +50,8 @@ HINTS = {
 }
 HINTS["RESP_TIMEOUT_ERR"] = HINTS["RNR_RETRY_EXC_ERR"] = HINTS["RETRY_EXC_ERR"]
 OTHER_HINT = "see the device's log (dmesg), then call peer.reset()"
+FAR_HINT = (", or that memory is private: other processes can reach only that of a "
+            "BlockPool(shared=True)")
 
 
 cdef int check(int rc) except -1:

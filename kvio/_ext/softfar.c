@@ -274,6 +274,34 @@ uint32_t soft_far_load(struct soft_qp *qp, struct soft_wqe *wqe)
 	return KVIO_WC_SUCCESS;
 }
 
+/* Something of theirs is no more: is it what this message has read? */
+static bool still_there(struct soft_far *far, const struct soft_wqe *wqe)
+{
+	const struct kvio_region *region;
+
+	far_hear_retired(far);
+	region = kvio_region_find(&far->base->table, wqe->wr.rkey);
+	return !far->dead && (wqe->wr.length == 0 || (region && kvio_rkeys_of(region)->mapping));
+}
+
+/* A region of ours is no more. */
+void soft_far_retire(struct soft_nic *nic, uint64_t key)
+{
+	struct soft_far *far = nic->fabric->engine ? far_first(nic->fabric) : NULL;
+
+	for (; far; far = far->next) {
+		uint64_t count = far->mine->retired;
+
+		if (far->base->nic != &nic->base)
+			continue;
+		__atomic_store_n(&far->mine->keys[count % FAR_RETIRED], key, __ATOMIC_RELAXED);
+		__atomic_store_n(&far->mine->retired, count + 1, __ATOMIC_RELEASE);
+		if (count % (FAR_RETIRED / 4) == 0)
+			far_wake(far);		/* before they lose count */
+	}
+	__atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
 /*
  * The bytes are copied. Whoever takes memory back says so in its ring before it uses it for
  * something else; if nothing is said there now, what was copied is what was meant.
@@ -292,6 +320,9 @@ uint32_t soft_far_verify(const struct soft_qp *qp)
 		return far_life(word) != link->their_life || far_status(word) ?
 		       KVIO_WC_RETRY_EXC_ERR : KVIO_WC_SUCCESS;
 	}
+	if (__atomic_load_n(&link->far->theirs->retired, __ATOMIC_RELAXED) != link->far->retired &&
+	    !still_there(link->far, soft_wqe_at(qp, qp->cur)))
+		return KVIO_WC_REM_ACCESS_ERR;
 	word = __atomic_load_n(&theirs->ack, __ATOMIC_RELAXED);
 	return far_status(word) && (far_life(word) == link->life ||
 				    far_life(word) == FAR_ANY_LIFE) ?

@@ -19,6 +19,7 @@
 #define FAR_SLOTS 1024u			/* a power of two */
 #define FAR_SGES 64u			/* KVIO_MAX_SGE: what a peer may ask for */
 #define FAR_GROUP 128u			/* requests between two acknowledgements */
+#define FAR_RETIRED 1024u		/* a power of two */
 #define FAR_ANY_LIFE 0xffffffu		/* a queue pair that was closed, for all its lives */
 #define FAR_MAGIC UINT64_C(0x3172666f69766b)	/* "kviofr1" */
 
@@ -49,8 +50,11 @@ struct far_lane {
 	union far_slot slots[FAR_SLOTS];
 };
 
+/* `retired` counts the owner's regions that are no more; their keys, the last ones: */
 struct far_ring {
 	uint64_t magic;
+	uint64_t retired __attribute__((aligned(64)));
+	uint64_t keys[FAR_RETIRED] __attribute__((aligned(64)));
 	struct far_lane lanes[FAR_LANES];
 };
 
@@ -68,6 +72,7 @@ struct soft_far {
 	const struct far_ring *theirs;	/* NULL: not joined */
 	struct soft_link *links[FAR_LANES];
 	uint32_t lives[FAR_LANES];
+	uint64_t retired;		/* of theirs: heard of */
 	uint64_t id;
 	int wake_fd, their_wake_fd, pid_fd;
 	bool dead;			/* nothing comes from there any more */
@@ -131,6 +136,7 @@ int soft_port_share(struct soft_nic *nic, struct far_port *port, bool is_new);
 void far_wake(const struct soft_far *far);
 void far_acknowledge(struct soft_link *link);
 void far_release(struct soft_link *link);
+void far_hear_retired(struct soft_far *far);
 void far_poll(struct soft_far *far, uint64_t limit);
 
 /* softfar_engine.c; the engine's lock is taken before a fabric's. */

@@ -355,8 +355,32 @@ void far_shadow_stop(struct soft_link *link, uint32_t status)
 		far_acknowledge(link);
 }
 
+/*
+ * Regions of theirs that are no more. They say so before the memory is used for something else; the
+ * control connection says it as well, but who is stopped does not hear that in time.
+ */
+void far_hear_retired(struct soft_far *far)
+{
+	uint64_t retired = __atomic_load_n(&far->theirs->retired, __ATOMIC_ACQUIRE);
+
+	if (retired - far->retired > FAR_RETIRED) {	/* it cannot be told any more which */
+		soft_far_dead(far);
+		return;
+	}
+	for (; far->retired != retired; far->retired++) {
+		uint64_t key = __atomic_load_n(&far->theirs->keys[far->retired % FAR_RETIRED],
+					       __ATOMIC_RELAXED);
+		struct kvio_region *region = kvio_region_find(&far->base->table, key);
+
+		if (region)
+			((struct kvio_rkeys *)region->provider)->mapping = NULL;
+	}
+}
+
 void far_poll(struct soft_far *far, uint64_t limit)
 {
+	if (__atomic_load_n(&far->theirs->retired, __ATOMIC_RELAXED) != far->retired)
+		far_hear_retired(far);
 	for (uint32_t lane = 0; lane < FAR_LANES && !far->dead; lane++) {
 		struct soft_link *link = far->links[lane];
 

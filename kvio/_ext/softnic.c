@@ -45,6 +45,12 @@ static int soft_reg(struct kvio_nic *nic, struct kvio_region *region)
 	return 0;
 }
 
+static int soft_dereg(struct kvio_nic *nic, struct kvio_region *region)
+{
+	soft_far_retire((struct soft_nic *)nic, region->key);
+	return 0;
+}
+
 /* ---- queue pairs ---- */
 
 int soft_cq_grow(struct soft_nic *nic, uint32_t depth)
@@ -241,7 +247,7 @@ const struct kvio_nic_ops kvio_soft_ops = {
 	.open = soft_open,
 	.close = soft_close,
 	.reg = soft_reg,
-	.dereg = soft_reg,
+	.dereg = soft_dereg,
 	.far_open = soft_far_open,
 	.far_close = soft_far_close,
 	.qp_create = soft_qp_create,

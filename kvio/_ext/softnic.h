@@ -189,6 +189,8 @@ void soft_far_push(struct soft_qp *qp);
 bool soft_far_has(const struct soft_qp *qp, uint32_t seq);	/* is it away? */
 /* The message has been copied: were those the bytes? */
 uint32_t soft_far_verify(const struct soft_qp *qp);
+/* A region of ours is no more: other processes are told. */
+void soft_far_retire(struct soft_nic *nic, uint64_t key);
 /* False: what the other end is pulling has to end first; soft_fail follows by itself. */
 bool soft_far_fail(struct soft_qp *qp);
 /* Look what other processes have to say. */
