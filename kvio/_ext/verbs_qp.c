@@ -305,6 +305,7 @@ int verbs_qp_connect(struct kvio_qp *base, const struct kvio_endpoint *remote, u
 		return rc;
 	}
 	qp->num_rails = count;
+	qp->next_rail = 0;
 	qp->base.peer = &base->far->table;
 	qp->state = KVIO_QP_READY;
 	return 0;
