@@ -408,13 +408,14 @@ static uint64_t turn(struct standin_device *device)
 
 	pthread_mutex_lock(&bus);
 	for (struct standin_qp *qp = device->qps; qp; qp = qp->next) {
-		uint64_t due = qp->wqes[qp->done & qp->mask].due_ns;
 		uint32_t state = state_of(qp);
+		uint64_t due;
 
 		if (qp->done == __atomic_load_n(&qp->posted, __ATOMIC_ACQUIRE) ||
 		    (state != IBV_QPS_ERR &&
 		     (state != IBV_QPS_RTS || SETTING(device, frozen))))
 			continue;
+		due = qp->wqes[qp->done & qp->mask].due_ns;
 		if (state == IBV_QPS_RTS && due && due > now_ns()) {
 			soonest = due < soonest ? due : soonest;
 			continue;
