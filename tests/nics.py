@@ -5,6 +5,7 @@ import numpy as np
 
 from kvio.layout import READ, WR_DTYPE, WRITE
 from kvio.pages import sealed_memfd
+from kvio.transfer import COLLECTIVE, KV
 
 
 def requests(opcode, local, remote, local_at, remote_at, length):
@@ -38,13 +39,13 @@ def finish(virtual, *transfers):
 class Pair:
     """Two NICs, one megabyte each, and a connection from `a` to `b`."""
 
-    def __init__(self, open_nic, nbytes=1 << 20, address="b", **options):
+    def __init__(self, open_nic, nbytes=1 << 20, address="b", classes=(COLLECTIVE, KV), **options):
         options.setdefault("bytes_per_s", 0)
         self.a, self.b = open_nic(name="a", **options), open_nic(name="b", **options)
         self.mine, self.theirs = pattern(nbytes, 1), pattern(nbytes, 2)
         self.local, self.remote = self.a.register(self.mine), self.b.register(self.theirs)
         self.listener = self.b.listen(address)
-        self.peer = self.a.connect(self.listener.address)
+        self.peer = self.a.connect(self.listener.address, classes)
         self.back = self.listener.accept()
 
     def read(self, local_at, remote_at, length):

@@ -5,6 +5,7 @@
 Errors are OSError with the errno, or ValueError; kvio.transfer gives them their types.
 """
 import os
+import socket
 
 cimport cython
 from cpython.buffer cimport (PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release,
@@ -36,11 +37,19 @@ HINTS = {
                     "going on",
     "WR_FLUSH_ERR": "an earlier work request of this queue pair failed; wait for the others, "
                     "then call peer.reset()",
+    "REM_INV_REQ_ERR": "the peer's queue pair does not take this request: its settings are "
+                       "others; call peer.reset(), or connect again",
     "REM_ACCESS_ERR": "the remote address, length or rkey does not lie in a region that the peer "
                       "has registered with that access; call peer.reset() before going on",
-    "RETRY_EXC_ERR": "the peer does not answer: it was closed or its queue pair is in error",
+    "REM_OP_ERR": "the peer's device could not do it: see its log (dmesg there), then call "
+                  "peer.reset()",
+    "RETRY_EXC_ERR": "the peer does not answer: it was closed, its queue pair is in error, or "
+                     "packets do not get there; look at the link, then call peer.reset()",
+    "FATAL_ERR": "the device has failed: see dmesg, close the NIC and open it again",
     "CANCELED": "cancelled before it started",
 }
+HINTS["RESP_TIMEOUT_ERR"] = HINTS["RNR_RETRY_EXC_ERR"] = HINTS["RETRY_EXC_ERR"]
+OTHER_HINT = "see the device's log (dmesg), then call peer.reset()"
 FAR_HINT = (", or that memory is private: other processes can reach only that of a "
             "BlockPool(shared=True)")
 
@@ -56,6 +65,11 @@ cdef uint64_t nanoseconds(timeout) except? 1:
     if timeout is None:
         return FOR_EVER
     return <uint64_t>min(max(float(timeout), 0.0) * 1e9, 4e18)
+
+
+def gid_text(gid: bytes) -> str:
+    """A GID as the IPv6 address that it is."""
+    return socket.inet_ntop(socket.AF_INET6, gid)
 
 
 def wc_name(uint32_t status) -> str:
@@ -327,6 +341,7 @@ cdef class QueuePair:
     cdef readonly Far far               # or another process's
     cdef readonly uint8_t sl, tclass    # as asked for
     cdef public str label
+    cdef readonly str path              # for errors: from which GIDs to which
 
     def __cinit__(self, Nic nic not None, uint8_t sl, uint8_t tclass, uint32_t depth=0,
                   Far far=None):
@@ -336,6 +351,7 @@ cdef class QueuePair:
             far._check_open()
             params.far = far._far
         check(kvio_qp_create(nic._nic, &params, &self._qp))
+        self.path = ""
         self.nic, self.far, self.label, self.sl, self.tclass = nic, far, "", sl, tclass
 
     def __dealloc__(self):
@@ -384,6 +400,10 @@ cdef class QueuePair:
             raise ValueError("malformed endpoints")
         memcpy(ends, &other[0], other.shape[0])
         check(kvio_qp_connect(self._qp, ends, <uint32_t>(other.shape[0] // sizeof(kvio_endpoint))))
+        near = [e["gid"] for e in self.query()["rails"]]
+        pairs = [f"{gid_text(gid)} to {gid_text(bytes(ends[i].gid[:16]))}"
+                 for i, gid in enumerate(near) if any(gid)]
+        self.path = f", GID {', '.join(pairs)}" if pairs else ""
 
     def query(self) -> dict:
         """Read back from the device. `ignored`: which of sl and tclass it does not have as asked

@@ -9,7 +9,7 @@ import ibverbs_standin
 import pytest
 
 from kvio.errors import BackendUnavailable
-from kvio.transfer import Fabric, Nic
+from kvio.transfer import COLLECTIVE, KV, Fabric, Nic
 from nics import Pair
 from require import parts_used, required, skip_or_fail
 
@@ -115,3 +115,28 @@ def virtual():
     fabric.advance(10**12)
     for nic in opened:
         nic.close(cancel=True)
+
+
+@pytest.fixture
+def connect(standin):
+    """`connect(near="standin0", far="standin1", ...)`: a `Pair` over the stand-in's devices, each
+    a list; far=None: a loop-back, both ends are one NIC."""
+    made = []
+
+    def connect(near="standin0", far="standin1", nbytes=1 << 20, classes=(COLLECTIVE, KV),
+                **options):
+        nics = [Nic.open(f"verbs:{near}", name="a", **options)]
+        made.append(nics)
+        nics.append(Nic.open(f"verbs:{far}", name="b", **options) if far else nics[0])
+        given = iter(nics)
+        pair = Pair(lambda **_: next(given), nbytes, uuid.uuid4().hex, classes)
+        nics.append(pair)
+        return pair
+    yield connect
+    standin.reset()
+    for nics in made:
+        for nic in nics[:2]:
+            nic.close(cancel=True)
+        for pair in nics[2:]:
+            vars(pair).clear()
+    made.clear()
