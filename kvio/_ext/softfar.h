@@ -47,7 +47,7 @@ union far_slot {
 struct far_lane {
 	uint64_t tail __attribute__((aligned(64)));
 	uint64_t ack __attribute__((aligned(64)));
-	union far_slot slots[FAR_SLOTS];
+	union far_slot slots[FAR_SLOTS] __attribute__((aligned(64)));
 };
 
 /* `retired` counts the owner's regions that are no more; their keys, the last ones: */
@@ -148,6 +148,7 @@ struct soft_far *far_first(const struct kvio_fabric *fabric);
 
 _Static_assert(sizeof(union far_slot) == 64, "it is shared");
 _Static_assert(sizeof(struct far_lane) == 128 + 64 * FAR_SLOTS, "it is shared");
+_Static_assert(offsetof(struct far_lane, slots) == 128, "it is shared");
 _Static_assert(sizeof(struct far_ring) == KVIO_SOFT_RING_NBYTES, "it is shared");
 _Static_assert(sizeof(struct far_port) == KVIO_SOFT_PORT_NBYTES, "it is shared");
 
