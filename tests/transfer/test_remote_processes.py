@@ -145,6 +145,7 @@ def test_a_stopped_peer_holds_nobody_up_and_learns_it_all_later(far, monkeypatch
     with pytest.raises(TransferError) as failure:
         nic.connect(other.address, timeout=0.3)
     assert failure.value.errno == errno.ETIMEDOUT
+    monkeypatch.setattr(links, "STUCK_S", 30)
     other.signal(signal.SIGCONT)
     peer.reset()
     assert other.ask("known") == [str(key) for key in sorted([second.key, third.key])]
