@@ -56,18 +56,23 @@ static int soft_dereg(struct kvio_nic *nic, struct kvio_region *region)
 
 int soft_cq_grow(struct soft_nic *nic, uint32_t depth)
 {
-	/* Room for every work request that can be queued: a completion queue never overruns. */
-	uint32_t room = nic->cq_room + depth;
-	struct kvio_wc *larger = malloc((size_t)room * sizeof(*larger));
+	/* Room for every work request that can be queued: a completion queue never overruns. What
+	 * queue pairs that are gone have left serves the next ones. */
+	uint32_t room = nic->cq_owed + depth;
+	struct kvio_wc *larger;
 
-	if (!larger)
-		return -ENOMEM;
-	for (uint32_t i = 0; i < nic->cq_count; i++)
-		larger[i] = nic->cq[(nic->cq_first + i) % nic->cq_room];
-	free(nic->cq);
-	nic->cq = larger;
-	nic->cq_first = 0;
-	nic->cq_room = room;
+	if (room > nic->cq_room) {
+		larger = malloc((size_t)room * sizeof(*larger));
+		if (!larger)
+			return -ENOMEM;
+		for (uint32_t i = 0; i < nic->cq_count; i++)
+			larger[i] = nic->cq[(nic->cq_first + i) % nic->cq_room];
+		free(nic->cq);
+		nic->cq = larger;
+		nic->cq_first = 0;
+		nic->cq_room = room;
+	}
+	nic->cq_owed = room;
 	return 0;
 }
 
@@ -104,6 +109,7 @@ static int soft_qp_create(struct kvio_nic *base, const struct kvio_qp_params *pa
 	*out = &qp->base;
 	if (params->far && (rc = soft_far_qp_create(qp, params->far)) < 0) {
 		nic->fabric->num_qps--;
+		nic->cq_owed -= params->depth;
 		qp_free(qp);
 	}
 	return rc;
@@ -202,6 +208,7 @@ static void soft_qp_destroy(struct kvio_qp *base)
 		soft_far_qp_destroy(qp);
 	soft_busy_remove(nic->fabric, qp);
 	nic->fabric->num_qps--;
+	nic->cq_owed -= qp->base.depth;
 	qp_free(qp);
 }
 

@@ -69,7 +69,7 @@ struct soft_nic {
 	int64_t shared_skew;		/* from ticks of the fabric to those of the port */
 	struct soft_qp *grant;		/* whom the receiving port would take: for one decision */
 	struct kvio_wc *cq;
-	uint32_t cq_room, cq_first, cq_count;
+	uint32_t cq_room, cq_owed, cq_first, cq_count;	/* owed: to living queue pairs */
 	struct kvio_counters counters;
 	uint64_t drop_in;		/* faults: 0 is none */
 	uint64_t fail_in;

@@ -8,7 +8,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import ibverbs_standin
 import pytest
 
 from connected import DEVICE, open_nic, pair, until, works      # noqa: F401
@@ -51,14 +50,13 @@ class Child:
 @pytest.fixture(params=["soft", "standin"])
 def far(request, tmp_path):
     """Starts other processes, each with a NIC, and opens NICs here."""
-    device, address = "soft", f"unix:{tmp_path}/socket"
+    device, address, library = "soft", f"unix:{tmp_path}/socket", None
     if request.param == "standin":
-        request.getfixturevalue("standin")
-        device, address = DEVICE, ":0"
+        device, address, library = DEVICE, ":0", request.getfixturevalue("standin")
     children, opened = [], []
 
     class Far:
-        name = request.param
+        name, standin = request.param, library
 
         def child(self, at=address):
             children.append(Child(device, at))
@@ -105,7 +103,7 @@ def test_a_peer_that_dies_is_noticed_and_can_be_connected_to_again(far, how):
         peer.read(wrs).wait()
         assert (mine == pattern(4096, 7)).all()
     else:
-        ibverbs_standin.StandIn(ibverbs_standin.build()).set(frozen=1)
+        far.standin.set(frozen=1)
     transfers = [peer.post(wrs, traffic_class=c) for c in (KV, COLLECTIVE, KV)]
     if how == "killed":
         other.signal(signal.SIGKILL)
@@ -147,6 +145,7 @@ def test_a_stopped_peer_holds_nobody_up_and_learns_it_all_later(far, monkeypatch
     with pytest.raises(TransferError) as failure:
         nic.connect(other.address, timeout=0.3)
     assert failure.value.errno == errno.ETIMEDOUT
+    monkeypatch.setattr(links, "STUCK_S", 30)
     other.signal(signal.SIGCONT)
     peer.reset()
     assert other.ask("known") == [str(key) for key in sorted([second.key, third.key])]
