@@ -21,7 +21,7 @@ from nics import requests
 
 RATE, MBIT_PER_S = "24mbit", 24
 DEPTH, KV_NBYTES, SMALL_NBYTES = 8, 65536, 64
-RUNS, COUNT = 3, 400
+RUNS, COUNT = 3, 300
 
 
 class Load:
