@@ -6,6 +6,7 @@ import ctypes
 import errno
 import importlib.metadata
 import importlib.util
+import ipaddress
 import json
 import os
 import platform
@@ -20,6 +21,7 @@ IO_URING_SETUP = 425        # the same number on every architecture of Linux
 CAP_IPC_LOCK = 14
 WANTED_MEMLOCK = 1 << 30
 WANTED_SHM = 1 << 30
+INFINIBAND = "/sys/class/infiniband"
 
 
 class Finding(NamedTuple):
@@ -133,22 +135,29 @@ def _open(name):
 
 
 def _verbs():
-    library, reason = _open("libibverbs.so.1")
-    if library is None:
-        return Finding("libibverbs", "missing", reason, "nothing to do: this version of "
-                       "kvio has no provider for RDMA")
-    library.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
-    library.ibv_get_device_name.restype = ctypes.c_char_p
-    count = ctypes.c_int()
-    devices = library.ibv_get_device_list(ctypes.byref(count))
-    names = [library.ibv_get_device_name(ctypes.c_void_p(devices[i])).decode()
-             for i in range(count.value)] if devices else []
-    if devices:
-        library.ibv_free_device_list(devices)
-    if not names:
-        return Finding("libibverbs", "limited", "the library is here, an RDMA device is not",
-                       "nothing to do: this version of kvio has no provider for RDMA")
-    return Finding("libibverbs", "ok", f"devices {', '.join(names)}")
+    """Each RDMA device as kvio would address it, or why it cannot."""
+    try:
+        open_nic = importlib.import_module("kvio._ext.nic").Nic
+    except ImportError as error:
+        return Finding("RDMA", "missing", str(error), "install a wheel, or run make setup in the "
+                       "source tree")
+    devices = sorted(os.listdir(INFINIBAND)) if os.path.isdir(INFINIBAND) else []
+    good, bad = [], []
+    for name in devices or [""]:
+        try:
+            nic = open_nic("verbs", device=name, queue_depth=16)
+        except OSError as failed:
+            bad.append(failed.strerror.replace("; Nic.open(\"soft\") works anywhere", ""))
+            continue
+        for rail in nic.info()["rails"]:
+            gid = ipaddress.IPv6Address(rail["gid"])
+            good.append(f"{rail['device']} port {rail['port']}, {rail['link_layer']}, "
+                        f"{rail['bits_per_s'] / 1e9:g} Gbit/s, MTU {rail['mtu']}, "
+                        f"{rail['gid_type']} GID {rail['gid_index']} ({gid.ipv4_mapped or gid})")
+        nic.close()
+    return Finding("RDMA", "ok" if good else "limited" if devices else "missing",
+                   "; ".join(good + bad), "" if good else "nothing to do without an RDMA device: "
+                   "NICs are \"soft\"")
 
 
 def _cuda():

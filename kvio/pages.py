@@ -3,22 +3,25 @@ import contextlib
 import errno
 import mmap
 import os
+import threading
 import uuid
 import warnings
+import weakref
 
 import numpy as np
 
 from kvio.errors import InvalidArgument, MappingFailed, checked_int
 from kvio.layout import PAGE
 
-__all__ = ["advise_huge", "anonymous", "bind_to_node", "named_shm", "numa_nodes", "release_shm",
-           "sealed_memfd"]
+__all__ = ["advise_huge", "anonymous", "bind_to_node", "fixed_memfd", "map_fixed", "map_sealed",
+           "named_shm", "numa_nodes", "release_shm", "sealed_memfd", "shared_span"]
 
 _HUGE = 2 << 20
 _MAP_HUGETLB, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MPOL_BIND = 0x40000, 14, 15, 2
 _SHM, _SHM_PREFIX = "/dev/shm", "kvio-"
-_F_ADD_SEALS, _MFD_ALLOW_SEALING = 1033, 2
-_SEALS = 0x1 | 0x2 | 0x4 | 0x10     # SEAL, SHRINK, GROW, FUTURE_WRITE
+_F_ADD_SEALS, _F_GET_SEALS, _MFD_ALLOW_SEALING = 1033, 1034, 2
+_FIXED = 0x1 | 0x2 | 0x4            # SEAL, SHRINK, GROW
+_SEALS = _FIXED | 0x10              # FUTURE_WRITE
 
 
 def anonymous(nbytes: int, hugepages: bool | None = None,
@@ -122,10 +125,106 @@ def sealed_memfd(nbytes: int) -> tuple[mmap.mmap, int]:
         memory = _mapped(fd, nbytes, mmap.MAP_SHARED)
         memory.madvise(mmap.MADV_DONTFORK)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+        _spans.add(memory, fd)
     except OSError:
         os.close(fd)
         raise
     return memory, fd
+
+
+class _Spans:
+    """The sealed memory of this process, by address, each with a read-only descriptor for others,
+    for as long as it is mapped."""
+
+    def __init__(self):
+        self._by_start, self._lock = {}, threading.RLock()
+
+    def add(self, memory, fd):
+        start = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+        fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        with self._lock:
+            self._by_start[start] = weakref.ref(memory), len(memory), fd
+        weakref.finalize(memory, self._drop, start, fd).atexit = False
+
+    def _drop(self, start, fd):
+        with self._lock:
+            if self._by_start.get(start, (None, 0, -1))[2] == fd:
+                del self._by_start[start]
+            os.close(fd)
+
+    def find(self, addr, nbytes):
+        with self._lock:
+            for start, (memory, length, fd) in self._by_start.items():
+                if start <= addr and addr + nbytes <= start + length:
+                    alive = memory()
+                    return None if alive is None or alive.closed else (fd, addr - start)
+        return None
+
+
+_spans = _Spans()
+
+
+def shared_span(addr: int, nbytes: int) -> tuple[int, int] | None:
+    """The read-only descriptor (which stays ours) and the offset in it of memory that other
+    processes can map, or None: it is private."""
+    return _spans.find(addr, nbytes)
+
+
+def fixed_memfd(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Memory that other processes can map and write, but nobody can resize."""
+    import fcntl
+    fd = os.memfd_create("kvio-fixed", os.MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        memory = _mapped(fd, nbytes, mmap.MAP_SHARED)
+        memory.madvise(mmap.MADV_DONTFORK)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _FIXED)
+    except OSError:
+        os.close(fd)
+        raise
+    return memory, fd
+
+
+def map_fixed(fd: int, nbytes: int) -> mmap.mmap:
+    """The memory of another process's `fixed_memfd`. MappingFailed if it is anything else."""
+    _check_seals(fd, _FIXED)
+    if os.fstat(fd).st_size < nbytes:
+        raise MappingFailed(errno.EINVAL, f"this memfd has less than the {nbytes} bytes promised")
+    memory = _mapped(fd, nbytes, mmap.MAP_SHARED)
+    memory.madvise(mmap.MADV_DONTFORK)
+    return memory
+
+
+def _check_seals(fd, wanted):
+    import fcntl
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError:
+        raise MappingFailed(errno.EINVAL, "this descriptor is not a memfd: between processes only "
+                            "sealed memory is shared, as BlockPool(shared=True) has it") from None
+    if seals & wanted != wanted:
+        raise MappingFailed(errno.EPERM, f"this memfd is not sealed (it has {seals:#x}, {wanted:#x}"
+                            " is wanted): use BlockPool(shared=True)")
+
+
+def map_sealed(fd: int, offset: int, nbytes: int) -> np.ndarray:
+    """Another process's memory, read-only: `nbytes` from `offset` of a memfd that its owner can
+    neither truncate nor let others write. MappingFailed if it is anything else: touching it could
+    then kill us (SIGBUS)."""
+    _check_seals(fd, _SEALS)
+    size = os.fstat(fd).st_size
+    if offset < 0 or nbytes <= 0 or offset + nbytes > size:
+        raise MappingFailed(errno.EINVAL, f"this memfd has {size} bytes, and {nbytes} from "
+                            f"{offset} were promised")
+    skip = offset % mmap.PAGESIZE
+    try:
+        memory = mmap.mmap(fd, nbytes + skip, mmap.MAP_SHARED, mmap.PROT_READ,
+                           offset=offset - skip)
+    except (OSError, ValueError, OverflowError) as refused:
+        raise MappingFailed(getattr(refused, "errno", None) or errno.ENOMEM,
+                            f"cannot map {nbytes} bytes of another process") from None
+    memory.madvise(mmap.MADV_DONTFORK)
+    return np.frombuffer(memory, np.uint8)[skip:]
 
 
 def named_shm(nbytes: int) -> tuple[mmap.mmap, str, int]:

@@ -1,7 +1,11 @@
 """Helpers of the transfer tests: work requests written by hand, and two connected NICs."""
+import os
+
 import numpy as np
 
 from kvio.layout import READ, WR_DTYPE, WRITE
+from kvio.pages import sealed_memfd
+from kvio.transfer import COLLECTIVE, KV
 
 
 def requests(opcode, local, remote, local_at, remote_at, length):
@@ -16,7 +20,12 @@ def requests(opcode, local, remote, local_at, remote_at, length):
 
 
 def pattern(nbytes, seed=1):
-    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+    """Random bytes, in memory that other processes can map."""
+    memory, fd = sealed_memfd(nbytes)
+    os.close(fd)
+    made = np.frombuffer(memory, np.uint8)[:nbytes]
+    made[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+    return made
 
 
 def finish(virtual, *transfers):
@@ -30,13 +39,13 @@ def finish(virtual, *transfers):
 class Pair:
     """Two NICs, one megabyte each, and a connection from `a` to `b`."""
 
-    def __init__(self, open_nic, nbytes=1 << 20, address="b", **options):
+    def __init__(self, open_nic, nbytes=1 << 20, address="b", classes=(COLLECTIVE, KV), **options):
         options.setdefault("bytes_per_s", 0)
         self.a, self.b = open_nic(name="a", **options), open_nic(name="b", **options)
         self.mine, self.theirs = pattern(nbytes, 1), pattern(nbytes, 2)
         self.local, self.remote = self.a.register(self.mine), self.b.register(self.theirs)
         self.listener = self.b.listen(address)
-        self.peer = self.a.connect(self.listener.address)
+        self.peer = self.a.connect(self.listener.address, classes)
         self.back = self.listener.accept()
 
     def read(self, local_at, remote_at, length):

@@ -387,6 +387,30 @@ void kvio_fabric_put(struct kvio_fabric *fabric);	/* freed with its last NIC */
 int kvio_fabric_advance(struct kvio_fabric *fabric, uint64_t to_ns);
 uint64_t kvio_fabric_now(struct kvio_fabric *fabric);
 
+/*
+ * To another process of this host. Both rings are memfds, mapped here: `mine` is written by us and
+ * read by the other end, `theirs` is mapped read-only; they stay mapped as long as the far table.
+ * The descriptors are duplicated. wake_fd: an eventfd that the other end writes to wake us.
+ */
+struct kvio_soft_join {
+	void *mine;
+	const void *theirs;
+	void *port;			/* the other NIC's, if it has a rate: see share_port */
+	uint64_t ring_nbytes;		/* of each, at least KVIO_SOFT_RING_NBYTES */
+	uint64_t bytes_per_s;		/* of the other NIC */
+	int wake_fd, their_wake_fd;
+	int pid_fd;			/* the other process: its end is that of the connection */
+};
+#define KVIO_SOFT_RING_NBYTES (128u + 8 * 1024 + 16 * (128 + 64 * 1024))
+#define KVIO_SOFT_PORT_NBYTES 128u
+
+/* Before the first queue pair. -EINVAL, -EISCONN. */
+int kvio_soft_far_join(struct kvio_far *far, const struct kvio_soft_join *join);
+/* The connection is over: what is in flight fails with RETRY_EXC_ERR. */
+int kvio_soft_far_lost(struct kvio_far *far);
+/* From now on the NIC's sending port is reserved in this page, which others map too. -EEXIST. */
+int kvio_soft_share_port(struct kvio_nic *nic, void *page, size_t nbytes);
+
 /* Faults to inject, for tests. */
 enum kvio_soft_fault {
 	KVIO_FAULT_DROP = 1,		/* the nth packet from now that leaves this NIC is lost */

@@ -211,6 +211,20 @@ cdef extern from "kvio/nic.h" nogil:
     int kvio_fabric_advance(kvio_fabric *fabric, uint64_t to_ns)
     uint64_t kvio_fabric_now(kvio_fabric *fabric)
     int kvio_soft_fault(kvio_nic *nic, uint32_t fault, uint64_t nth, uint64_t value)
+    struct kvio_soft_join:
+        void *mine
+        const void *theirs
+        void *port
+        uint64_t ring_nbytes
+        uint64_t bytes_per_s
+        int wake_fd
+        int their_wake_fd
+        int pid_fd
+    const uint64_t KVIO_SOFT_RING_NBYTES
+    const uint64_t KVIO_SOFT_PORT_NBYTES
+    int kvio_soft_far_join(kvio_far *far, const kvio_soft_join *join)
+    int kvio_soft_far_lost(kvio_far *far)
+    int kvio_soft_share_port(kvio_nic *nic, void *page, size_t nbytes)
     void kvio_memcpy_loop(const kvio_wr *wrs, size_t count)
 
 cdef extern from "kvio/ring.h" nogil:

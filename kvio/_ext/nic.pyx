@@ -5,6 +5,7 @@
 Errors are OSError with the errno, or ValueError; kvio.transfer gives them their types.
 """
 import os
+import socket
 
 cimport cython
 from cpython.buffer cimport (PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release,
@@ -20,6 +21,7 @@ from core cimport *
 LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ = KVIO_LOCAL_WRITE, KVIO_REMOTE_WRITE, KVIO_REMOTE_READ
 NUM_VL, MAX_VLARB = KVIO_NUM_VL, KVIO_MAX_VLARB
 STATES = ("reset", "ready", "error")
+RING_NBYTES, PORT_NBYTES = KVIO_SOFT_RING_NBYTES, KVIO_SOFT_PORT_NBYTES
 MAX_RAILS, BUSY_POLL = KVIO_MAX_RAILS, KVIO_NIC_BUSY_POLL
 DROP, DELAY, STATUS = 1, 2, 3               # enum kvio_soft_fault
 
@@ -35,11 +37,21 @@ HINTS = {
                     "going on",
     "WR_FLUSH_ERR": "an earlier work request of this queue pair failed; wait for the others, "
                     "then call peer.reset()",
+    "REM_INV_REQ_ERR": "the peer's queue pair does not take this request: its settings are "
+                       "others; call peer.reset(), or connect again",
     "REM_ACCESS_ERR": "the remote address, length or rkey does not lie in a region that the peer "
                       "has registered with that access; call peer.reset() before going on",
-    "RETRY_EXC_ERR": "the peer does not answer: it was closed or its queue pair is in error",
+    "REM_OP_ERR": "the peer's device could not do it: see its log (dmesg there), then call "
+                  "peer.reset()",
+    "RETRY_EXC_ERR": "the peer does not answer: it was closed, its queue pair is in error, or "
+                     "packets do not get there; look at the link, then call peer.reset()",
+    "FATAL_ERR": "the device has failed: see dmesg, close the NIC and open it again",
     "CANCELED": "cancelled before it started",
 }
+HINTS["RESP_TIMEOUT_ERR"] = HINTS["RNR_RETRY_EXC_ERR"] = HINTS["RETRY_EXC_ERR"]
+OTHER_HINT = "see the device's log (dmesg), then call peer.reset()"
+FAR_HINT = (", or that memory is private: other processes can reach only that of a "
+            "BlockPool(shared=True)")
 
 
 cdef int check(int rc) except -1:
@@ -61,6 +73,11 @@ cdef uint32_t fill_table(kvio_vlarb *table, entries) except? 0:
     for i, (vl, weight) in enumerate(entries):
         table[i] = kvio_vlarb(vl, weight)
     return len(entries)
+
+
+def gid_text(gid: bytes) -> str:
+    """A GID as the IPv6 address that it is."""
+    return socket.inet_ntop(socket.AF_INET6, gid)
 
 
 def wc_name(uint32_t status) -> str:
@@ -109,6 +126,7 @@ cdef class Nic:
     cdef readonly Fabric fabric         # None: not soft
     cdef readonly dict owners           # key -> what keeps the region's memory alive
     cdef readonly bint closed
+    cdef object _port                   # soft: the page that other processes map
     cdef int calls                      # inside C without the GIL, on its queue pairs
     cdef int draining                   # of which on all of them at once
 
@@ -220,6 +238,14 @@ cdef class Nic:
         self._check_open()
         return check(kvio_nic_event_fd(self._nic))
 
+    def share_port(self, page):
+        """Soft: reserve the sending port in this page (a uint8 array, held as long as the NIC),
+        which other processes map too. EEXIST."""
+        cdef uint8_t[::1] view = page
+        self._check_open()
+        check(kvio_soft_share_port(self._nic, &view[0], view.shape[0]))
+        self._port = page
+
     def counters(self) -> dict:
         """The C counters by name; byte counters are lists by sl."""
         cdef kvio_counters c
@@ -255,6 +281,7 @@ cdef class Far:
     cdef kvio_far *_far
     cdef readonly Nic nic
     cdef readonly dict owners           # key -> what keeps its mapping alive
+    cdef object _rings                  # soft: what keeps those alive
 
     def __cinit__(self, Nic nic not None, uint32_t num_rails):
         nic._check_open()
@@ -287,12 +314,39 @@ cdef class Far:
         check(kvio_far_remove(self._far, key))
         del self.owners[key]
 
+    def join(self, mine, theirs, port, uint64_t bytes_per_s, int wake_fd, int their_wake_fd,
+             int pid_fd):
+        """Soft: to another process, see kvio_soft_join. mine, theirs and port (or None) are uint8
+        arrays, held until `close`. EINVAL, EISCONN."""
+        cdef uint8_t[::1] ours = mine, its_port
+        cdef const uint8_t[::1] its = theirs
+        cdef kvio_soft_join join
+        self._check_open()
+        memset(&join, 0, sizeof(join))
+        if port is not None:
+            its_port = port
+            if its_port.shape[0] < <Py_ssize_t>KVIO_SOFT_PORT_NBYTES:
+                raise ValueError("the page of a port is too small")
+            join.port = &its_port[0]
+        join.mine, join.theirs = &ours[0], &its[0]
+        join.ring_nbytes, join.bytes_per_s = min(ours.shape[0], its.shape[0]), bytes_per_s
+        join.wake_fd, join.their_wake_fd, join.pid_fd = wake_fd, their_wake_fd, pid_fd
+        check(kvio_soft_far_join(self._far, &join))
+        self._rings = mine, theirs, port
+
+    def lost(self):
+        """Soft: nothing comes from the other end any more; what is in flight fails."""
+        self._check_open()
+        with nogil:
+            kvio_soft_far_lost(self._far)
+
     def close(self):
         """EBUSY while a queue pair refers to it."""
         if self._far is not NULL:
             check(kvio_far_close(self._far))
             self._far = NULL
             self.owners.clear()
+            self._rings = None
 
 
 @cython.no_gc_clear
@@ -305,6 +359,7 @@ cdef class QueuePair:
     cdef readonly Far far               # or another process's
     cdef readonly uint8_t sl, tclass    # as asked for
     cdef public str label
+    cdef readonly str path              # for errors: from which GIDs to which
 
     def __cinit__(self, Nic nic not None, uint8_t sl, uint8_t tclass, uint32_t depth=0,
                   Far far=None):
@@ -314,6 +369,7 @@ cdef class QueuePair:
             far._check_open()
             params.far = far._far
         check(kvio_qp_create(nic._nic, &params, &self._qp))
+        self.path = ""
         self.nic, self.far, self.label, self.sl, self.tclass = nic, far, "", sl, tclass
 
     def __dealloc__(self):
@@ -362,6 +418,10 @@ cdef class QueuePair:
             raise ValueError("malformed endpoints")
         memcpy(ends, &other[0], other.shape[0])
         check(kvio_qp_connect(self._qp, ends, <uint32_t>(other.shape[0] // sizeof(kvio_endpoint))))
+        near = [e["gid"] for e in self.query()["rails"]]
+        pairs = [f"{gid_text(gid)} to {gid_text(bytes(ends[i].gid[:16]))}"
+                 for i, gid in enumerate(near) if any(gid)]
+        self.path = f", GID {', '.join(pairs)}" if pairs else ""
 
     def query(self) -> dict:
         """Read back from the device. `ignored`: which of sl and tclass it does not have as asked

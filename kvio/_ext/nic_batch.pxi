@@ -99,8 +99,11 @@ cdef class Batch:
         if element >= self._info.count:
             raise IndexError(element)
         name = wc_name(self._info.codes[element])
-        hint = HINTS.get(name)
-        return f"{name} ({self.qp.label})" + (f": {hint}" if hint else "")
+        hint = HINTS.get(name, OTHER_HINT)
+        if self.qp.far is not None and self.qp.nic.fabric is not None and \
+                name in ("LOC_PROT_ERR", "REM_ACCESS_ERR"):
+            hint = hint.replace("; call", FAR_HINT + "; call")
+        return f"{name} ({self.qp.label}{self.qp.path}): {hint}"
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         if flags & PyBUF_WRITABLE:

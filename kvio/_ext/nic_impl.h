@@ -27,6 +27,7 @@ struct kvio_nic {
 	uint32_t next_batch;		/* where to look for a free place first */
 	uint32_t in_flight;
 	bool closed;
+	bool dying;			/* for good: wait for nobody */
 };
 
 /* A provider's queue pair starts with this. */

@@ -118,6 +118,7 @@ void kvio_nic_free(struct kvio_nic *nic)
 	if (!nic)
 		return;
 	kvio_lock(nic);
+	nic->dying = true;
 	while (nic->in_flight) {
 		for (struct kvio_qp *qp = nic->qps; qp; qp = qp->next)
 			nic->ops->qp_fail(qp);

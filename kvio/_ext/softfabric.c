@@ -146,6 +146,9 @@ static uint64_t send_packets(struct soft_qp *qp, uint64_t until, bool alone)
 	struct soft_nic *source = qp->source, *sink = qp->sink;
 	const struct soft_arbitration *rules = &source->fabric->arbitration;
 
+	if (source->shared && !soft_port_take(source, qp->start,
+					      last_start + duration(source, run.last)))
+		return 0;
 	source->counters.tx_packets += run.packets;
 	source->counters.tx_bytes[qp->sl] += run.nbytes;
 	if (source->drop_in && --source->drop_in == 0) {
@@ -192,6 +195,8 @@ int soft_drive(struct kvio_nic *nic, uint64_t now_ns)
 	struct kvio_fabric *fabric = ((struct soft_nic *)nic)->fabric;
 	uint64_t limit = soft_ticks(fabric, now_ns), copied = 0;
 
+	if (fabric->engine)
+		soft_far_drive(fabric, limit);
 	while (copied < DRIVE_BYTES) {
 		uint64_t visible = KVIO_NEVER, start = KVIO_NEVER;
 		struct soft_qp *qp = NULL;
@@ -236,7 +241,7 @@ int soft_drive(struct kvio_nic *nic, uint64_t now_ns)
 }
 
 /* The earliest time at which a signalled completion could become visible: a lower bound. */
-static uint64_t next_visible_ns(const struct kvio_fabric *fabric)
+uint64_t soft_next_visible_ns(const struct kvio_fabric *fabric)
 {
 	uint64_t earliest = KVIO_NEVER;
 
@@ -246,6 +251,8 @@ static uint64_t next_visible_ns(const struct kvio_fabric *fabric)
 
 		if (qp->seen != qp->cur) {
 			when = soft_wqe_at(qp, qp->seen)->end;
+		} else if (!soft_is_waiting(qp)) {
+			continue;		/* another process will wake us */
 		} else {
 			uint32_t signal = soft_wqe_at(qp, qp->cur)->signal_seq;
 			uint64_t left = soft_wqe_at(qp, signal)->end_bytes - qp->sent_bytes;
@@ -266,7 +273,7 @@ static uint64_t next_visible_ns(const struct kvio_fabric *fabric)
 int soft_sleep(struct kvio_nic *nic, uint64_t timeout_ns)
 {
 	struct kvio_fabric *fabric = ((struct soft_nic *)nic)->fabric;
-	uint64_t next = next_visible_ns(fabric), now = kvio_monotonic_ns();
+	uint64_t next = soft_next_visible_ns(fabric), now = kvio_monotonic_ns();
 	uint64_t nap = timeout_ns < SLEEP_NS ? timeout_ns : SLEEP_NS;
 	struct timespec until;
 
@@ -295,7 +302,7 @@ static int set_timer(struct kvio_fabric *fabric, uint64_t at_ns)
 /* Setting a timer also takes back an expiry that nobody read. */
 static int arm_fabric(struct kvio_fabric *fabric)
 {
-	uint64_t next = next_visible_ns(fabric), now = soft_clock_ns(fabric);
+	uint64_t next = soft_next_visible_ns(fabric), now = soft_clock_ns(fabric);
 
 	if (next == fabric->armed_ns && next > now)
 		return 0;

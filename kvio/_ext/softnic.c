@@ -46,23 +46,41 @@ static int soft_reg(struct kvio_nic *nic, struct kvio_region *region)
 	return 0;
 }
 
+static int soft_dereg(struct kvio_nic *nic, struct kvio_region *region)
+{
+	soft_far_retire((struct soft_nic *)nic, region->key);
+	return 0;
+}
+
 /* ---- queue pairs ---- */
 
-static int cq_grow(struct soft_nic *nic, uint32_t depth)
+int soft_cq_grow(struct soft_nic *nic, uint32_t depth)
 {
-	/* Room for every work request that can be queued: a completion queue never overruns. */
-	uint32_t room = nic->cq_room + depth;
-	struct kvio_wc *larger = malloc((size_t)room * sizeof(*larger));
+	/* Room for every work request that can be queued: a completion queue never overruns. What
+	 * queue pairs that are gone have left serves the next ones. */
+	uint32_t room = nic->cq_owed + depth;
+	struct kvio_wc *larger;
 
-	if (!larger)
-		return -ENOMEM;
-	for (uint32_t i = 0; i < nic->cq_count; i++)
-		larger[i] = nic->cq[(nic->cq_first + i) % nic->cq_room];
-	free(nic->cq);
-	nic->cq = larger;
-	nic->cq_first = 0;
-	nic->cq_room = room;
+	if (room > nic->cq_room) {
+		larger = malloc((size_t)room * sizeof(*larger));
+		if (!larger)
+			return -ENOMEM;
+		for (uint32_t i = 0; i < nic->cq_count; i++)
+			larger[i] = nic->cq[(nic->cq_first + i) % nic->cq_room];
+		free(nic->cq);
+		nic->cq = larger;
+		nic->cq_first = 0;
+		nic->cq_room = room;
+	}
+	nic->cq_owed = room;
 	return 0;
+}
+
+static void qp_free(struct soft_qp *qp)
+{
+	free(qp->sq);
+	free(qp->sges);
+	free(qp);
 }
 
 static int soft_qp_create(struct kvio_nic *base, const struct kvio_qp_params *params,
@@ -71,6 +89,7 @@ static int soft_qp_create(struct kvio_nic *base, const struct kvio_qp_params *pa
 	struct soft_nic *nic = (struct soft_nic *)base;
 	struct soft_qp *qp = calloc(1, sizeof(*qp));
 	uint32_t ring = 1;
+	int rc = 0;
 
 	if (!qp)
 		return -ENOMEM;
@@ -79,18 +98,21 @@ static int soft_qp_create(struct kvio_nic *base, const struct kvio_qp_params *pa
 	/* Untouched pages of these cost nothing. */
 	qp->sq = calloc(ring, sizeof(*qp->sq));
 	qp->sges = calloc((size_t)ring * base->max_sge, sizeof(*qp->sges));
-	if (!qp->sq || !qp->sges || cq_grow(nic, params->depth) < 0 ||
+	if (!qp->sq || !qp->sges || soft_cq_grow(nic, params->depth) < 0 ||
 	    soft_busy_room(nic->fabric) < 0) {
-		free(qp->sq);
-		free(qp->sges);
-		free(qp);
+		qp_free(qp);
 		return -ENOMEM;
 	}
 	nic->fabric->num_qps++;
 	qp->mask = ring - 1;
 	qp->qpn = ++nic->fabric->next_qpn;
 	*out = &qp->base;
-	return 0;
+	if (params->far && (rc = soft_far_qp_create(qp, params->far)) < 0) {
+		nic->fabric->num_qps--;
+		nic->cq_owed -= params->depth;
+		qp_free(qp);
+	}
+	return rc;
 }
 
 static struct soft_qp *find_qp(struct kvio_fabric *fabric, uint32_t qpn)
@@ -110,6 +132,8 @@ static int soft_qp_connect(struct kvio_qp *base, const struct kvio_endpoint *rem
 
 	if (qp->state != KVIO_QP_RESET)
 		return -EISCONN;
+	if (qp->link)
+		return soft_far_qp_connect(qp, remote);
 	qp->remote = find_qp(nic->fabric, remote->qpn);
 	if (!qp->remote)
 		return -ECONNREFUSED;
@@ -130,6 +154,8 @@ static int soft_qp_query(struct kvio_qp *base, struct kvio_qp_info *out)
 		.qpn = qp->qpn, .mtu = soft_nic_of(qp)->mtu, .sl = base->sl,
 		.tclass = base->tclass,
 	};
+	if (qp->link)
+		soft_far_qp_query(qp, &out->local[0]);
 	out->state = qp->state;
 	out->depth = base->depth;
 	out->max_sge = base->nic->max_sge;
@@ -157,6 +183,8 @@ static int soft_qp_reset(struct kvio_qp *base)
 	qp->state = KVIO_QP_RESET;
 	qp->remote = NULL;
 	qp->base.peer = NULL;
+	if (qp->link)
+		soft_far_qp_reset(qp);
 	return 0;
 }
 
@@ -176,11 +204,12 @@ static void soft_qp_destroy(struct kvio_qp *base)
 			peer->bad = KVIO_WC_RETRY_EXC_ERR;
 		}
 	}
+	if (qp->link)
+		soft_far_qp_destroy(qp);
 	soft_busy_remove(nic->fabric, qp);
 	nic->fabric->num_qps--;
-	free(qp->sq);
-	free(qp->sges);
-	free(qp);
+	nic->cq_owed -= qp->base.depth;
+	qp_free(qp);
 }
 
 /* ---- figures and faults ---- */
@@ -226,7 +255,9 @@ const struct kvio_nic_ops kvio_soft_ops = {
 	.open = soft_open,
 	.close = soft_close,
 	.reg = soft_reg,
-	.dereg = soft_reg,
+	.dereg = soft_dereg,
+	.far_open = soft_far_open,
+	.far_close = soft_far_close,
 	.qp_create = soft_qp_create,
 	.qp_connect = soft_qp_connect,
 	.qp_query = soft_qp_query,

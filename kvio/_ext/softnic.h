@@ -65,9 +65,11 @@ struct soft_nic {
 	uint64_t bytes_per_s;
 	uint32_t mtu;
 	struct soft_port tx, rx;
+	struct far_port *shared;	/* its sending port is other processes' as well: or NULL */
+	int64_t shared_skew;		/* from ticks of the fabric to those of the port */
 	struct soft_qp *grant;		/* whom the receiving port would take: for one decision */
 	struct kvio_wc *cq;
-	uint32_t cq_room, cq_first, cq_count;
+	uint32_t cq_room, cq_owed, cq_first, cq_count;	/* owed: to living queue pairs */
 	struct kvio_counters counters;
 	uint64_t drop_in;		/* faults: 0 is none */
 	uint64_t fail_in;
@@ -102,6 +104,10 @@ struct soft_qp {
 	uint64_t start;			/* for one decision */
 	uint64_t sent_bytes;		/* of the queue */
 	uint64_t posted_bytes;
+	/* softfar.c: the other end is in another process */
+	struct soft_link *link;
+	bool is_shadow;			/* it stands for the other process's */
+	bool away;			/* what is at cur is being pulled over there */
 };
 
 struct kvio_fabric {
@@ -117,6 +123,7 @@ struct kvio_fabric {
 	uint32_t num_busy, max_busy, num_qps;
 	int timer_fd;
 	uint64_t armed_ns;
+	struct far_engine *engine;	/* NULL: no other processes */
 };
 
 static inline struct soft_wqe *soft_wqe_at(const struct soft_qp *qp, uint32_t seq)
@@ -141,7 +148,7 @@ static inline uint64_t soft_ns(const struct kvio_fabric *fabric, uint64_t ticks)
 
 static inline bool soft_is_waiting(const struct soft_qp *qp)
 {
-	return qp->cur != qp->tail;
+	return qp->cur != qp->tail && !qp->away;
 }
 
 static inline uint64_t soft_earliest_start(const struct soft_qp *qp)
@@ -182,5 +189,33 @@ void soft_skip_silent(struct soft_qp *qp);
 void soft_finish(struct soft_qp *qp, uint64_t end, uint32_t status);
 void soft_fail(struct soft_qp *qp);
 void soft_complete(struct soft_qp *qp, const struct soft_wqe *wqe);
+uint32_t soft_check(struct soft_qp *qp, const struct soft_wqe *wqe);
+void soft_end(struct soft_qp *qp, struct soft_wqe *wqe, uint64_t end, uint32_t status);
+int soft_cq_grow(struct soft_nic *nic, uint32_t depth);		/* softnic.c */
+
+/* softfar.c and softfar_*.c: the other end is in another process. */
+int soft_far_open(struct kvio_far *base);
+void soft_far_close(struct kvio_far *base);
+int soft_far_qp_create(struct soft_qp *qp, struct kvio_far *base);
+int soft_far_qp_connect(struct soft_qp *qp, const struct kvio_endpoint *remote);
+void soft_far_qp_query(const struct soft_qp *qp, struct kvio_endpoint *local);
+void soft_far_qp_reset(struct soft_qp *qp);
+void soft_far_qp_destroy(struct soft_qp *qp);
+/* The message at cur has passed the checks; the status it fails with after all. */
+uint32_t soft_far_load(struct soft_qp *qp, struct soft_wqe *wqe);
+/* What was posted behind messages that are away may follow them. */
+void soft_far_push(struct soft_qp *qp);
+bool soft_far_has(const struct soft_qp *qp, uint32_t seq);	/* is it away? */
+/* The message has been copied: were those the bytes? */
+uint32_t soft_far_verify(const struct soft_qp *qp);
+/* A region of ours is no more: other processes are told. */
+void soft_far_retire(struct soft_nic *nic, uint64_t key);
+/* False: what the other end is pulling has to end first; soft_fail follows by itself. */
+bool soft_far_fail(struct soft_qp *qp);
+/* Look what other processes have to say. */
+void soft_far_drive(struct kvio_fabric *fabric, uint64_t limit);
+uint64_t soft_next_visible_ns(const struct kvio_fabric *fabric);
+/* Reserve [start, end) of a sending port that others use too; false: taken, look again. */
+bool soft_port_take(struct soft_nic *nic, uint64_t start, uint64_t end);
 
 #endif

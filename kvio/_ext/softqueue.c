@@ -4,43 +4,47 @@
 
 /* ---- checking the message at cur ---- */
 
-static bool may_use(const struct kvio_nic *nic, uint64_t key, uint64_t addr, uint64_t nbytes,
+static bool may_use(const struct kvio_table *table, uint64_t key, uint64_t addr, uint64_t nbytes,
 		    uint32_t access)
 {
-	const struct kvio_region *region = kvio_region_find(&nic->table, key);
+	const struct kvio_region *region = kvio_region_find(table, key);
 
 	return region && (region->access & access) == access &&
 	       kvio_region_covers(region, addr, nbytes);
 }
 
-static uint32_t check(struct soft_qp *qp, const struct soft_wqe *wqe)
+uint32_t soft_check(struct soft_qp *qp, const struct soft_wqe *wqe)
 {
 	const struct kvio_wr *wr = &wqe->wr;
 	const struct soft_qp *remote = qp->remote;
 	bool read = wr->opcode == KVIO_OP_READ;
 	struct soft_nic *nic = soft_nic_of(qp);
 
+	if (wqe->status)
+		return wqe->status;		/* found out before */
 	if (nic->fail_in && --nic->fail_in == 0)
 		return nic->fail_status;
 	if (!read && wr->opcode != KVIO_OP_WRITE)
 		return KVIO_WC_LOC_QP_OP_ERR;
 	if (!remote || remote->remote != qp || remote->state != KVIO_QP_READY)
 		return KVIO_WC_RETRY_EXC_ERR;
+	if (qp->is_shadow)
+		return KVIO_WC_SUCCESS;		/* checked when it came */
 	if (wr->length == 0)
 		return KVIO_WC_SUCCESS;		/* touches nothing, needs no key */
 	if (wr->num_sge == 0) {
-		if (!may_use(&nic->base, wr->lkey, wr->local_addr, wr->length,
+		if (!may_use(&nic->base.table, wr->lkey, wr->local_addr, wr->length,
 			     read ? KVIO_LOCAL_WRITE : 0))
 			return KVIO_WC_LOC_PROT_ERR;
 	}
 	for (uint32_t i = 0; i < wr->num_sge; i++) {
 		const struct kvio_sge *sge = &qp->sges[wr->sge_first + i];
 
-		if (sge->length && !may_use(&nic->base, sge->lkey, sge->addr, sge->length,
+		if (sge->length && !may_use(&nic->base.table, sge->lkey, sge->addr, sge->length,
 					    read ? KVIO_LOCAL_WRITE : 0))
 			return KVIO_WC_LOC_PROT_ERR;
 	}
-	if (!may_use(remote->base.nic, wr->rkey, wr->remote_addr, wr->length,
+	if (!may_use(qp->base.peer, wr->rkey, wr->remote_addr, wr->length,
 		     read ? KVIO_REMOTE_READ : KVIO_REMOTE_WRITE))
 		return KVIO_WC_REM_ACCESS_ERR;
 	return KVIO_WC_SUCCESS;
@@ -60,7 +64,7 @@ void soft_skip_silent(struct soft_qp *qp)
 		soft_busy_remove(soft_nic_of(qp)->fabric, qp);
 }
 
-static void end_wqe(struct soft_qp *qp, struct soft_wqe *wqe, uint64_t end, uint32_t status)
+void soft_end(struct soft_qp *qp, struct soft_wqe *wqe, uint64_t end, uint32_t status)
 {
 	wqe->end = end + soft_nic_of(qp)->delay;
 	wqe->status = (uint16_t)status;
@@ -83,12 +87,12 @@ void soft_load(struct soft_qp *qp)
 		if (qp->ready < wqe->posted)
 			qp->ready = wqe->posted;
 		if (wqe->flags & WQE_CANCELED) {
-			end_wqe(qp, wqe, qp->ready > fabric->time ? qp->ready : fabric->time,
+			soft_end(qp, wqe, qp->ready > fabric->time ? qp->ready : fabric->time,
 				KVIO_WC_CANCELED);
 			continue;
 		}
 		qp->offset = qp->sge_index = qp->sge_offset = 0;
-		qp->bad = (uint16_t)check(qp, wqe);
+		qp->bad = (uint16_t)soft_check(qp, wqe);
 		if (!qp->bad) {
 			bool read = wqe->wr.opcode == KVIO_OP_READ;
 
@@ -98,6 +102,8 @@ void soft_load(struct soft_qp *qp)
 			qp->vl = fabric->arbitration.sl2vl[qp->sl];
 			qp->local = (uint8_t *)(uintptr_t)wqe->wr.local_addr;
 			qp->far = (uint8_t *)(uintptr_t)wqe->wr.remote_addr;
+			if (qp->link)
+				qp->bad = (uint16_t)soft_far_load(qp, wqe);
 		}
 		break;
 	}
@@ -108,7 +114,9 @@ void soft_finish(struct soft_qp *qp, uint64_t end, uint32_t status)
 {
 	struct soft_qp *remote = qp->remote;
 
-	end_wqe(qp, soft_wqe_at(qp, qp->cur), end, status);
+	if (qp->link && status == KVIO_WC_SUCCESS)
+		status = soft_far_verify(qp);
+	soft_end(qp, soft_wqe_at(qp, qp->cur), end, status);
 	if (status == KVIO_WC_SUCCESS) {
 		soft_load(qp);
 		return;
@@ -125,10 +133,12 @@ void soft_fail(struct soft_qp *qp)
 	struct kvio_fabric *fabric = soft_nic_of(qp)->fabric;
 
 	qp->state = KVIO_QP_ERROR;
+	if (qp->link && !soft_far_fail(qp))
+		return;
 	while (qp->cur != qp->tail) {
 		struct soft_wqe *wqe = soft_wqe_at(qp, qp->cur);
 
-		end_wqe(qp, wqe, qp->ready > fabric->time ? qp->ready : fabric->time,
+		soft_end(qp, wqe, qp->ready > fabric->time ? qp->ready : fabric->time,
 			KVIO_WC_WR_FLUSH_ERR);
 	}
 	soft_skip_silent(qp);
@@ -198,6 +208,8 @@ int soft_post(struct kvio_qp *base, const struct kvio_post *post)
 		soft_fail(qp);
 	} else if (idle) {
 		soft_load(qp);
+	} else if (qp->away) {
+		soft_far_push(qp);
 	}
 	return (int)count;
 }
@@ -243,7 +255,8 @@ int soft_cancel(struct kvio_qp *base, uint64_t wr_id, uint32_t count)
 			head = false;
 			continue;
 		}
-		if (seq == qp->cur && qp->offset > 0)
+		if ((seq == qp->cur && qp->offset > 0) ||
+		    (qp->away && soft_far_has(qp, seq)))
 			continue;		/* it is on the wire */
 		if (head) {
 			wqe->flags |= WQE_CANCELED;

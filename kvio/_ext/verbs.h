@@ -3,8 +3,8 @@
 #define KVIO_VERBS_H
 /*
  * The verbs provider: verbs_lib.c opens libibverbs, verbs_nic.c devices, verbs_rail.c one device's
- * port (GID, completion queues), verbs_mr.c registers, verbs_qp.c makes and connects queue pairs,
- * verbs_post.c posts, verbs_poll.c hears what became of it.
+ * port (GID, completion queues), verbs_mr.c and verbs_gpu.c register, verbs_qp.c makes and connects
+ * queue pairs, verbs_stage.c and verbs_post.c post, verbs_poll.c hears what became of it.
  *
  * A queue pair of kvio is one RC queue pair on each rail. It keeps a record of every work request
  * in posting order; each lies on one rail as one or more pieces (what the device is given), which
@@ -47,6 +47,7 @@ struct verbs_lib {
 	struct ibv_pd *(*alloc_pd)(struct ibv_context *);
 	int (*dealloc_pd)(struct ibv_pd *);
 	struct ibv_mr *(*reg_mr)(struct ibv_pd *, void *, size_t, int);
+	struct ibv_mr *(*reg_dmabuf_mr)(struct ibv_pd *, uint64_t, size_t, uint64_t, int, int);
 	int (*dereg_mr)(struct ibv_mr *);
 	struct ibv_comp_channel *(*create_comp_channel)(struct ibv_context *);
 	int (*destroy_comp_channel)(struct ibv_comp_channel *);
@@ -196,6 +197,16 @@ int verbs_reg(struct kvio_nic *nic, struct kvio_region *region);
 int verbs_dereg(struct kvio_nic *nic, struct kvio_region *region);
 int verbs_rkeys(struct kvio_nic *nic, const struct kvio_region *region, uint64_t *slice_nbytes,
 		uint32_t *out, uint32_t room);
+
+/* verbs_gpu.c: a GPU's memory, which consists of segments that are physically one. From its export
+ * on, base and nbytes are the dma-buf's, and fd is the caller's. */
+struct verbs_segment {
+	uint64_t base, nbytes;
+	int fd;
+};
+bool verbs_gpu_has(uint64_t addr);
+int verbs_gpu_segment(uint64_t addr, struct verbs_segment *out);
+int verbs_gpu_export(struct verbs_segment *segment);
 
 /* verbs_qp.c */
 int verbs_qp_create(struct kvio_nic *nic, const struct kvio_qp_params *params,

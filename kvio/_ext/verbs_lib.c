@@ -26,6 +26,7 @@ static int resolve(void *handle, char *why, size_t room)
 		SYMBOL(destroy_qp),
 #undef SYMBOL
 		{ "_ibv_query_gid_table", &verbs.query_gid_table, true },
+		{ "ibv_reg_dmabuf_mr", &verbs.reg_dmabuf_mr, true },
 		{ "ibv_qp_to_qp_ex", &verbs.qp_to_qp_ex, true },
 	};
 

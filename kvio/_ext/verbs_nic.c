@@ -220,12 +220,11 @@ static int set_limits(struct verbs_nic *nic, const struct kvio_nic_params *param
 
 static int set_up(struct verbs_nic *nic, char *why)
 {
-	size_t num_wrs = (size_t)nic->max_pieces * nic->num_rails;
 	struct epoll_event event = { .events = EPOLLIN };
 
 	/* Pages of these that no post reaches cost nothing. */
-	nic->wrs = calloc(num_wrs, sizeof(*nic->wrs));
-	nic->sges = calloc(num_wrs * nic->base.max_sge, sizeof(*nic->sges));
+	nic->wrs = calloc(nic->max_pieces, sizeof(*nic->wrs));
+	nic->sges = calloc((size_t)nic->max_pieces * nic->base.max_sge, sizeof(*nic->sges));
 	if (!nic->wrs || !nic->sges)
 		return -ENOMEM;
 	nic->epoll_fd = epoll_create1(EPOLL_CLOEXEC);

@@ -26,7 +26,7 @@ static void hear_one(struct verbs_nic *nic, uint32_t rail, const struct ibv_wc *
 	struct verbs_end *end = qp ? &qp->ends[rail] : NULL;
 	struct verbs_record *record;
 
-	if (!end || end->qp->qp_num != wc->qp_num)
+	if (!end || !end->qp || end->qp->qp_num != wc->qp_num)
 		return;				/* of one that is gone */
 	ahead = ((uint32_t)wc->wr_id + 1 - end->done) & VERBS_NUMBER;
 	if (ahead == 0 || ahead > end->tail - end->done)

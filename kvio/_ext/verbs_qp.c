@@ -116,12 +116,11 @@ static int to_ready(struct verbs_qp *qp, uint32_t r, const struct kvio_endpoint 
 /* ---- making ---- */
 
 /* By ibv_create_qp_ex where the provider posts by ibv_wr_start; otherwise for chains. */
-static int make_qp(struct verbs_nic *nic, struct verbs_rail *rail, struct verbs_end *end,
-		   uint32_t places)
+static int make_qp(struct verbs_nic *nic, struct verbs_rail *rail, struct verbs_end *end)
 {
 	struct ibv_qp_init_attr_ex ex = {
 		.send_cq = end->cq->cq, .recv_cq = end->cq->cq, .qp_type = IBV_QPT_RC,
-		.cap = { .max_send_wr = places, .max_recv_wr = 1, .max_recv_sge = 1,
+		.cap = { .max_send_wr = end->room, .max_recv_wr = 1, .max_recv_sge = 1,
 			 .max_send_sge = nic->base.max_sge },
 		.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
 		.pd = rail->pd,
@@ -132,20 +131,31 @@ static int make_qp(struct verbs_nic *nic, struct verbs_rail *rail, struct verbs_
 		.qp_type = IBV_QPT_RC,
 	};
 	struct verbs_context *extended = verbs_get_ctx_op(rail->context, create_qp_ex);
+	struct verbs_end made = { .cq = end->cq, .room = end->room, .done = end->done,
+				  .tail = end->tail };
+	int rc;
 
+	errno = 0;
 	if (extended && nic->uses_wr_api) {
-		end->qp = extended->create_qp_ex(rail->context, &ex);
-		if (end->qp)
-			end->ex = verbs.qp_to_qp_ex(end->qp);
+		made.qp = extended->create_qp_ex(rail->context, &ex);
+		if (made.qp)
+			made.ex = verbs.qp_to_qp_ex(made.qp);
 	}
-	if (!end->qp) {
-		nic->uses_wr_api = false;
-		errno = 0;
-		end->qp = verbs.create_qp(rail->pd, &plain);
-	}
-	if (!end->qp)
+	if (!made.qp)
+		made.qp = verbs.create_qp(rail->pd, &plain);
+	if (!made.qp)
 		return errno ? -errno : -ENOMEM;
-	end->room = places;
+	nic->uses_wr_api = made.ex != NULL;
+	rc = to_init(&made, rail);
+	if (rc < 0) {
+		verbs.destroy_qp(made.qp);
+		return rc;
+	}
+	if (end->qp && verbs.destroy_qp(end->qp)) {
+		verbs.destroy_qp(made.qp);
+		return -EBUSY;
+	}
+	*end = made;
 	return 0;
 }
 
@@ -198,9 +208,7 @@ static int make_ends(struct verbs_qp *qp, uint32_t depth)
 		end->cq = verbs_cq_take(nic, &nic->rails[r], places);
 		if (!end->cq)
 			return -errno;
-		rc = make_qp(nic, &nic->rails[r], end, places);
-		if (rc == 0)
-			rc = to_init(end, &nic->rails[r]);
+		rc = make_qp(nic, &nic->rails[r], end);
 	}
 	return rc;
 }
@@ -259,15 +267,19 @@ void verbs_qp_destroy(struct kvio_qp *base)
 
 /* ---- connecting ---- */
 
-static int back_to_init(struct verbs_qp *qp)
+/*
+ * Unconnected again, by new queue pairs in the place of the old ones: their numbers differ, so no
+ * late packet or completion finds them, and of what a device makes of the reset state (Soft-RoCE
+ * may fall back into the error state) we need to know nothing.
+ */
+static int make_anew(struct verbs_qp *qp)
 {
 	struct verbs_nic *nic = verbs_nic_of(qp);
 	int rc = 0;
 
 	for (uint32_t r = 0; r < nic->num_rails && rc == 0; r++) {
-		rc = to_state(&qp->ends[r], IBV_QPS_RESET);
-		if (rc == 0)
-			rc = to_init(&qp->ends[r], &nic->rails[r]);
+		rc = make_qp(nic, &nic->rails[r], &qp->ends[r]);
+		verbs_hear(nic, &nic->rails[r]);
 	}
 	return rc;
 }
@@ -289,7 +301,7 @@ int verbs_qp_connect(struct kvio_qp *base, const struct kvio_endpoint *remote, u
 	for (uint32_t r = 0; r < count && rc == 0; r++)
 		rc = to_ready(qp, r, &remote[r]);
 	if (rc < 0) {
-		back_to_init(qp);
+		make_anew(qp);		/* if that fails as well, so will the next attempt */
 		return rc;
 	}
 	qp->num_rails = count;
@@ -308,6 +320,10 @@ static int query_end(struct verbs_qp *qp, uint32_t r, struct kvio_endpoint *out,
 	bool connected;
 	int rc;
 
+	if (!end->qp) {				/* it had to be stopped */
+		*state = KVIO_QP_ERROR;
+		return 0;
+	}
 	memset(&attr, 0, sizeof(attr));
 	rc = verbs.query_qp(end->qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU, &init);
 	if (rc)
@@ -346,16 +362,18 @@ int verbs_qp_query(struct kvio_qp *base, struct kvio_qp_info *out)
 /* ---- failing and recovering ---- */
 
 /*
- * Takes a rail's pieces from the device for good: in the reset state it has forgotten them. False
- * if it would not be reset and is not known to be dead: then it may still write.
+ * Takes a rail's pieces from the device for good, with their queue pair. False if that is refused
+ * and the device not known to be dead: then it may still write.
  */
 bool verbs_stop(struct verbs_qp *qp, uint32_t r)
 {
 	struct verbs_end *end = &qp->ends[r];
-	int rc = to_state(end, IBV_QPS_RESET);
+	int rc = end->qp ? verbs.destroy_qp(end->qp) : 0;
 
-	if (rc < 0 && rc != -ENODEV && rc != -EIO && !verbs_nic_of(qp)->rails[r].dead)
+	if (rc && abs(rc) != ENODEV && abs(rc) != EIO && !verbs_nic_of(qp)->rails[r].dead)
 		return false;
+	end->qp = NULL;
+	end->ex = NULL;
 	for (uint32_t n = qp->head; n != qp->tail; n++) {
 		struct verbs_record *record = verbs_record_at(qp, n);
 
@@ -374,7 +392,7 @@ void verbs_fail(struct verbs_qp *qp)
 	qp->state = KVIO_QP_ERROR;
 	qp->failed_ns = kvio_monotonic_ns();
 	for (uint32_t r = 0; r < qp->num_rails; r++)
-		if (to_state(&qp->ends[r], IBV_QPS_ERR) < 0)
+		if (qp->ends[r].qp && to_state(&qp->ends[r], IBV_QPS_ERR) < 0)
 			verbs_stop(qp, r);
 }
 
@@ -391,7 +409,7 @@ int verbs_qp_reset(struct kvio_qp *base)
 
 	if (qp->head != qp->tail)
 		return -EBUSY;
-	rc = back_to_init(qp);
+	rc = make_anew(qp);
 	if (rc < 0)
 		return rc;
 	qp->state = KVIO_QP_RESET;

@@ -37,6 +37,10 @@ class Carrier:
         """The other end has taken it back. OSError EBUSY: a transfer in flight names it."""
         far.remove(key)
 
+    def lost(self, far) -> None:
+        """The control connection is over: nothing comes from the other end any more, and what is
+        in flight fails."""
+
     def detach(self, far) -> None:
         """The connection is over, its queue pairs are closed."""
         far.close()

@@ -258,6 +258,8 @@ class RemotePeer(Peer):
             if self._qps:
                 self.gone = getattr(wrong, "strerror", None) or str(wrong)
             self._dying, self._qps = self._qps, {}
+        if self.far is not None and not self.nic._ext.closed:
+            self.carrier.lost(self.far)
         for qp in self._dying.values():
             qp.label += " (which has gone: connect again)"
             try:

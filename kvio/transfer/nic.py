@@ -8,7 +8,7 @@ import numpy as np
 from kvio import memory
 from kvio._ext import nic as _nic
 from kvio.errors import BackendUnavailable, Busy, Closed, InvalidArgument, TransferError
-from kvio.transfer import remote, verbs
+from kvio.transfer import device, remote, verbs
 from kvio.transfer.classes import COLLECTIVE, KV, TrafficClass, class_list
 from kvio.transfer.fabric import Fabric
 from kvio.transfer.peer import Listener, Peer
@@ -23,7 +23,8 @@ class Access(enum.IntFlag):
 
 
 class Region(memory.Region):
-    """Registered memory: `addr`, `nbytes` and `key`, which is both lkey and rkey."""
+    """Registered memory: `addr`, `nbytes` and `key`, which is both lkey and rkey. `array` is None
+    if it is a GPU's."""
 
     __slots__ = ("key", "access")
 
@@ -41,6 +42,7 @@ class Nic:
         self._peers: set[Peer] = set()
         self._listeners: list[Listener] = []
         self._classes: dict[str, TrafficClass] = {}
+        self._port_fd = None            # soft: of the page in which others reserve its link
         self._control = None            # its thread for other processes, once there are any
 
     @classmethod
@@ -102,19 +104,14 @@ class Nic:
 
     def register(self, memory_or_pool, access: Access | int | None = None) -> Region:
         """Let the NIC and its peers use memory: a numpy array, a buffer, something with
-        `__array_interface__`, a `BlockPool` or a `memory.Region`.
+        `__array_interface__`, a `BlockPool` or a `memory.Region`; for verbs also a GPU's, of
+        which `__cuda_array_interface__` or DLPack gives the address (the CPU never touches it).
 
         `access` is by default all that the memory allows: remote reads, and local and remote
         writes unless it is read-only. The registration keeps the memory alive and in place.
         """
         self._check_open()
-        obj = getattr(memory_or_pool, "region", memory_or_pool)
-        if isinstance(obj, memory.Region):
-            obj = obj.array if obj.writable else _read_only(obj.array)
-        elif not isinstance(obj, np.ndarray) and hasattr(obj, "__array_interface__"):
-            obj = np.asarray(obj)
-        region = Region(obj, writable=False)
-        region.writable = bool(region.array.flags.writeable)
+        region = self._region_of(getattr(memory_or_pool, "region", memory_or_pool))
         writes = Access.LOCAL_WRITE | Access.REMOTE_WRITE
         if access is None:
             access = Access.REMOTE_READ | (writes if region.writable else Access(0))
@@ -133,6 +130,24 @@ class Nic:
                 self.name, region, failed.errno)) from None
         if self._control is not None:
             self._control.announce(region.key)
+        return region
+
+    def _region_of(self, obj) -> Region:
+        span = None if isinstance(obj, memory.Region) else device.span_of(obj)
+        if span is not None:
+            if self.provider == "soft":
+                raise InvalidArgument("this is a GPU's memory, and a soft NIC copies with the CPU; "
+                                      "register it with a verbs NIC, or pass host memory")
+            region = Region.__new__(Region)
+            region.array, region.owner, region.addr, region.nbytes, region.writable = \
+                None, span, span.addr, span.nbytes, span.writable
+            return region
+        if isinstance(obj, memory.Region):
+            obj = obj.array if obj.writable else _read_only(obj.array)
+        elif not isinstance(obj, np.ndarray) and hasattr(obj, "__array_interface__"):
+            obj = np.asarray(obj)
+        region = Region(obj, writable=False)
+        region.writable = bool(region.array.flags.writeable)
         return region
 
     def deregister(self, region: Region) -> None:

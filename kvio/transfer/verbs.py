@@ -75,13 +75,24 @@ def _by_name(variable):
     return values
 
 
+_GPU_OTHER = ("it is a GPU's: neither dma-buf (CUDA 11.7, the open kernel modules, and a NIC "
+              "driver that takes dma-bufs) nor nvidia-peermem (modprobe nvidia-peermem) made it "
+              "a region")
+_GPU_CAUSES = {
+    errno.EXDEV: "it is a GPU's and consists of several physical segments (cuMemMap; PyTorch's "
+                 "expandable_segments): register from where a segment begins, all of one size, or "
+                 "each by itself, or allocate it without expandable_segments",
+    errno.ENOMEM: "it is a GPU's and cannot be mapped for the NIC: the GPU's BAR1 window may be "
+                  "full (nvidia-smi -q -d MEMORY), or the device has no more regions",
+}
+
+
 def why_not_registered(name, region, code) -> str:
     """What a device's refusal of memory means."""
-    cause = {
+    cause = _GPU_CAUSES.get(code, _GPU_OTHER) if region.array is None else {
         errno.ENOMEM: "the memory cannot be pinned: raise the limit (ulimit -l unlimited; memlock "
                       "in /etc/security/limits.conf), or the device has no more regions",
-        errno.EFAULT: "part of it is not mapped with that access (a read-only file?), or it is a "
-                      "GPU's and neither dma-buf nor nvidia-peermem is there",
+        errno.EFAULT: "part of it is not mapped with that access (a read-only file?)",
         errno.EOPNOTSUPP: "the device cannot register this kind of memory",
         errno.EINVAL: "the device takes neither this length nor this access",
     }.get(code, "see dmesg for what the driver says")

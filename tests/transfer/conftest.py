@@ -10,11 +10,13 @@ import ibverbs_standin
 import pytest
 
 from kvio.errors import BackendUnavailable
-from kvio.transfer import Fabric, Nic
+from kvio.transfer import COLLECTIVE, KV, Fabric, Nic
 from nics import Pair
 from require import parts_used, required, skip_or_fail
 
-DEVICES = {"soft": "soft", "verbs": "verbs:rxe0", "cuda": "cuda:0", "standin": "verbs:standin0"}
+# shared: soft NICs as in different processes, each on a fabric of its own.
+DEVICES = {"soft": "soft", "shared": "soft", "verbs": "verbs:rxe0", "cuda": "cuda:0",
+           "standin": "verbs:standin0"}
 INSIDE = bool(os.environ.get("KVIO_LAB"))
 # In the lab what "a" and "b" of a pair say to each other crosses a cable.
 FAR_ENDS = {"verbs": "verbs:rxe1"} if INSIDE else {}
@@ -35,8 +37,24 @@ def why_not(name):
 
 # What is missing is skipped once, by test_a_provider_is_here, and not by each of the tests.
 # The lab is slow, and there for verbs.
-PROVIDERS = ["verbs"] if INSIDE else [name for name in DEVICES if name == "soft"
-                                      or required(name) or not why_not(name)]
+PROVIDERS = ["verbs"] if INSIDE else [
+    name for name in DEVICES
+    if DEVICES[name] == "soft" or required(name) or not why_not(name)]
+
+
+class SharedNic(Nic):
+    """Its names are those of Unix sockets in `folder`."""
+
+    folder = None
+
+    def listen(self, address, *args, **options):
+        return super().listen(self._socket(address), *args, **options)
+
+    def connect(self, address, *args, **options):
+        return super().connect(self._socket(address), *args, **options)
+
+    def _socket(self, address):
+        return address if ":" in address else f"unix:{self.folder}/{address}"
 
 
 @pytest.fixture(scope="session")
@@ -59,19 +77,23 @@ def standin(standin_library):
 
 
 @pytest.fixture(params=PROVIDERS)
-def provider(request):
+def provider(request, tmp_path):
     """Opens NICs of one provider; closes them at the end."""
     name, opened = request.param, []
 
     def open_nic(**options):
-        if name != "soft":
+        kind = Nic
+        if name == "shared":
+            kind, options["fabric"] = SharedNic, Fabric()
+        elif DEVICES[name] != "soft":
             options.pop("bytes_per_s", None)
         ends = FAR_ENDS if options.get("name") == "b" else DEVICES
-        opened.append(Nic.open(ends.get(name, DEVICES[name]), **options))
+        opened.append(kind.open(ends.get(name, DEVICES[name]), **options))
+        opened[-1].folder = tmp_path
         return opened[-1]
     if name == "standin":
         request.getfixturevalue("standin")
-    elif name != "soft":
+    elif DEVICES[name] != "soft":
         if why_not(name):
             skip_or_fail(name, why_not(name))
         parts_used[name] += 1
@@ -100,3 +122,28 @@ def virtual():
     fabric.advance(10**12)
     for nic in opened:
         nic.close(cancel=True)
+
+
+@pytest.fixture
+def connect(standin):
+    """`connect(near="standin0", far="standin1", ...)`: a `Pair` over the stand-in's devices, each
+    a list; far=None: a loop-back, both ends are one NIC."""
+    made = []
+
+    def connect(near="standin0", far="standin1", nbytes=1 << 20, classes=(COLLECTIVE, KV),
+                **options):
+        nics = [Nic.open(f"verbs:{near}", name="a", **options)]
+        made.append(nics)
+        nics.append(Nic.open(f"verbs:{far}", name="b", **options) if far else nics[0])
+        given = iter(nics)
+        pair = Pair(lambda **_: next(given), nbytes, uuid.uuid4().hex, classes)
+        nics.append(pair)
+        return pair
+    yield connect
+    standin.reset()
+    for nics in made:
+        for nic in nics[:2]:
+            nic.close(cancel=True)
+        for pair in nics[2:]:
+            vars(pair).clear()
+    made.clear()

@@ -14,7 +14,7 @@ uint32_t num_devices;
 
 static struct standin_context *contexts;
 static uint32_t loopback;		/* the index of the network interface of all GIDs */
-static struct { char call[32]; int error, times; } refusals[16];	/* the bus guards them */
+static struct { char call[32]; int error, after, times; } refusals[16];	/* the bus guards them */
 
 void die(const char *format, ...)
 {
@@ -44,7 +44,7 @@ static uint64_t *field(struct standin_device *device, size_t at)
 	return (uint64_t *)((char *)device + at);
 }
 
-/* device < 0: all. -ENOENT: there is no such setting. */
+/* device < 0: all. -ENOENT: there is no such setting. Nothing goes by the old one afterwards. */
 EXPORT int standin_set(int device, const char *name, uint64_t value)
 {
 	for (size_t i = 0; i < sizeof(settings) / sizeof(settings[0]); i++) {
@@ -53,8 +53,10 @@ EXPORT int standin_set(int device, const char *name, uint64_t value)
 		for (int each = 0; each < MAX_DEVICES; each++) {
 			if (device >= 0 && each != device)
 				continue;
+			pthread_mutex_lock(&bus);
 			__atomic_store_n(field(&devices[each], settings[i].at), value,
 					 __ATOMIC_SEQ_CST);
+			pthread_mutex_unlock(&bus);
 			if (devices[each].running)
 				ring_doorbell(&devices[each]);
 		}
@@ -136,8 +138,8 @@ __attribute__((constructor)) static void loaded(void)
 
 /* ---- faults to inject ---- */
 
-/* The next `times` calls of this name fail. */
-EXPORT void standin_refuse(const char *call, int error, int times)
+/* `after` calls of this name from now, `times` of them fail. */
+EXPORT void standin_refuse(const char *call, int error, int after, int times)
 {
 	pthread_mutex_lock(&bus);
 	for (size_t i = 0; i < sizeof(refusals) / sizeof(refusals[0]); i++) {
@@ -145,6 +147,7 @@ EXPORT void standin_refuse(const char *call, int error, int times)
 			continue;
 		snprintf(refusals[i].call, sizeof(refusals[i].call), "%s", call);
 		refusals[i].error = error;
+		refusals[i].after = after;
 		__atomic_store_n(&refusals[i].times, times, __ATOMIC_RELEASE);
 		break;
 	}
@@ -162,10 +165,12 @@ int refused(const char *call)
 		return 0;
 	pthread_mutex_lock(&bus);
 	for (size_t i = 0; i < sizeof(refusals) / sizeof(refusals[0]) && !error; i++) {
-		if (refusals[i].times && !strcmp(refusals[i].call, call)) {
-			refusals[i].times--;
-			error = refusals[i].error;
-		}
+		if (!refusals[i].times || strcmp(refusals[i].call, call))
+			continue;
+		if (refusals[i].after-- > 0)
+			continue;
+		refusals[i].times--;
+		error = refusals[i].error;
 	}
 	pthread_mutex_unlock(&bus);
 	return error;
@@ -440,13 +445,6 @@ EXPORT int ibv_query_gid(struct ibv_context *context, uint8_t port, int index,
 		*out = entry.gid;
 	}
 	return 0;
-}
-
-EXPORT int ibv_query_pkey(struct ibv_context *context, uint8_t port, int index, __be16 *out)
-{
-	(void)context;
-	*out = 0xffff;
-	return port == 1 && index == 0 ? 0 : -1;
 }
 
 /* ---- asynchronous events ---- */

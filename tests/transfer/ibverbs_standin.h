@@ -46,6 +46,7 @@
 	X(wr_api, 1)			/* create_qp_ex takes SEND_OPS_FLAGS */ \
 	X(peermem, 0)			/* reg_mr takes memory that the CPU cannot reach */ \
 	X(dmabuf, 1)			/* reg_dmabuf_mr is supported */ \
+	X(rkeys, 1)			/* 0: it does not know them any more */ \
 	X(frozen, 0)			/* nothing is carried out; queue pairs in error flush */ \
 	X(delay_ns, 0)			/* carried out that long after the doorbell */
 
@@ -132,7 +133,8 @@ struct standin_qp {
 	bool has_wr_api;
 	bool dropped;			/* does not answer any more */
 	pthread_mutex_t lock;		/* of posting */
-	struct standin_wqe *wqes;
+	struct standin_wqe *wqes;	/* a ring of mask + 1, of which max_send_wr are used */
+	uint64_t mask;
 	struct ibv_sge *sges;		/* a ring: each list lies in one piece */
 	uint32_t num_sges;
 	uint32_t next_sge;
@@ -142,7 +144,8 @@ struct standin_qp {
 	uint64_t freed;			/* atomic: a completion behind them was polled */
 	uint32_t first_sge;		/* next_sge as the wr_start found it */
 	uint64_t due_ns;
-	int error;			/* of the open wr_start */
+	uint64_t num_entries, num_signalled, num_reads;	/* of the open wr_start */
+	int error;			/* likewise */
 	bool open;
 	uint32_t unacked;		/* asynchronous events that somebody has read */
 };

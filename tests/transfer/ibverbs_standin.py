@@ -13,8 +13,10 @@ from require import PARTS, required
 HERE = Path(__file__).parent
 SOURCES = [HERE / f"ibverbs_standin{part}.c" for part in ("", "_run", "_objects", "_qp")]
 CHECK = HERE / "ibverbs_standin_check.c"
+HEADER = HERE / "ibverbs_standin.h"
+CUDA_SOURCE = HERE / "cuda_standin.c"
 FOLDER = HERE.parents[1] / "build" / "standin"
-VARIABLE = "KVIO_IBVERBS_LIBRARY"
+VARIABLE, CUDA_VARIABLE = "KVIO_IBVERBS_LIBRARY", "KVIO_CUDA_LIBRARY"
 NUM_DEVICES = 3
 
 # enum ibv_wc_status, ibv_port_state, ibv_event_type, ibv_qp_state: what the tests need of them.
@@ -36,23 +38,24 @@ def why_not():
     return PARTS["compiler"]() or PARTS["ibverbs-headers"]()
 
 
-def build():
-    """The path of the library; built anew if a source is newer."""
+def build(name="ibverbs", sources=SOURCES):
+    """The path of a stand-in; built anew if a source is newer."""
     kind = "".join(flag.partition("=")[2][:1] for flag in cbuild.sanitizer())
-    path = FOLDER / f"libibverbs_standin{kind}.so"
-    newest = max(source.stat().st_mtime for source in [*SOURCES, SOURCES[0].with_suffix(".h")])
+    path = FOLDER / f"lib{name}_standin{kind}.so"
+    newest = max(file.stat().st_mtime for file in [*sources, HEADER])
     if not path.exists() or path.stat().st_mtime < newest:
         FOLDER.mkdir(parents=True, exist_ok=True)
         made = path.with_suffix(f".{os.getpid()}")
-        cbuild.shared_library(made, SOURCES, "-Wshadow", "-O2")
+        cbuild.shared_library(made, sources, "-Wshadow", "-O2")
         os.replace(made, path)          # another session may be at it as well
     return str(path)
 
 
 def choose():
-    """Make it the libibverbs of this process, before kvio opens one."""
+    """Make it the libibverbs of this process, and cuda_standin.c its libcuda, before kvio opens
+    one."""
     if why_not() is None:
-        os.environ[VARIABLE] = build()
+        os.environ[VARIABLE], os.environ[CUDA_VARIABLE] = build(), build("cuda", [CUDA_SOURCE])
         os.environ["KVIO_STANDIN"] = f"devices={NUM_DEVICES}"
 
 
@@ -85,9 +88,9 @@ class StandIn:
         return {name: self.count(name)
                 for name in ("contexts", "pds", "mrs", "channels", "cqs", "qps")}
 
-    def refuse(self, call, error, times=1):
-        """The next calls of ibv_`call` fail with this errno."""
-        self.library.standin_refuse(call.encode(), error, times)
+    def refuse(self, call, error, times=1, after=0):
+        """`after` calls of ibv_`call` from now, `times` of them fail with this errno."""
+        self.library.standin_refuse(call.encode(), error, after, times)
 
     def fail(self, status, nth=1, device=0):
         """The nth work request carried out from now on ends with this status."""

@@ -20,7 +20,7 @@
 
 int standin_set(int device, const char *name, uint64_t value);
 uint64_t standin_count(int device, const char *name);
-void standin_refuse(const char *call, int error, int times);
+void standin_refuse(const char *call, int error, int after, int times);
 void standin_fail(int device, uint64_t nth, int status);
 int standin_drop_qp(uint32_t qpn);
 void standin_event(int device, int type);
@@ -305,8 +305,10 @@ static void check_refusals(void)
 	open_both(1, 16);
 	CHECK(!ibv_reg_mr(a.pd, (void *)4096, 4096, 0) && errno == EFAULT);
 	CHECK(!ibv_reg_mr(a.pd, a.bytes, 16, IBV_ACCESS_REMOTE_WRITE) && errno == EINVAL);
-	standin_refuse("reg_mr", ENOSPC, 1);
+	standin_refuse("reg_mr", ENOSPC, 1, 1);
+	ibv_dereg_mr(ibv_reg_mr(a.pd, a.bytes, 16, 0));
 	CHECK(!ibv_reg_mr(a.pd, a.bytes, 16, 0) && errno == ENOSPC);
+	ibv_dereg_mr(ibv_reg_mr(a.pd, a.bytes, 16, 0));
 	CHECK(!ibv_reg_dmabuf_mr(a.pd, 0, 4096, 4096, -1, 0) && errno == EINVAL);
 	CHECK(!ibv_create_cq(a.context, 0, NULL, NULL, 0) && errno == EINVAL);
 	CHECK(ibv_modify_qp(a.qp, &attr, IBV_QP_STATE) == EINVAL);

@@ -22,7 +22,9 @@ static struct standin_qp *allocate(const struct ibv_qp_init_attr_ex *attr)
 	if (!qp)
 		return NULL;
 	qp->num_sges = (attr->cap.max_send_wr + 2) * per_wr;
-	qp->wqes = calloc(attr->cap.max_send_wr, sizeof(*qp->wqes));
+	while (qp->mask + 1 < attr->cap.max_send_wr)
+		qp->mask = 2 * qp->mask + 1;
+	qp->wqes = calloc(qp->mask + 1, sizeof(*qp->wqes));
 	qp->sges = calloc(qp->num_sges, sizeof(*qp->sges));
 	if (!qp->wqes || !qp->sges) {
 		free(qp->wqes);
@@ -261,6 +263,31 @@ EXPORT int ibv_query_qp(struct ibv_qp *base, struct ibv_qp_attr *attr, int mask,
 	};
 	pthread_mutex_unlock(&bus);
 	return 0;
+}
+
+/* ---- for programs that post without a C compiler ---- */
+
+EXPORT struct ibv_qp *standin_qp(uint32_t qpn)
+{
+	return qpn < MAX_OBJECTS && qps[qpn] ? &qps[qpn]->ex.qp_base : NULL;
+}
+
+/* What <infiniband/verbs.h> has as an inline function. */
+EXPORT int standin_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad)
+{
+	return ibv_post_send(qp, wr, bad);
+}
+
+/* Forget what was posted and not carried out; nobody hears of it. */
+EXPORT void standin_discard(struct ibv_qp *base)
+{
+	struct standin_qp *qp = qp_of(base);
+
+	pthread_mutex_lock(&qp->lock);
+	pthread_mutex_lock(&bus);
+	qp->done = qp->freed = qp->posted;
+	pthread_mutex_unlock(&bus);
+	pthread_mutex_unlock(&qp->lock);
 }
 
 /* ---- names ---- */

@@ -25,6 +25,7 @@ static void begin(struct standin_qp *qp)
 		die("ibv_wr_start inside of another one on queue pair %u", qp->ex.qp_base.qp_num);
 	qp->open = true;
 	qp->error = 0;
+	qp->num_entries = qp->num_signalled = qp->num_reads = 0;
 	qp->building = qp->posted;
 	qp->first_sge = qp->next_sge;
 	qp->due_ns = delay ? now_ns() + delay : 0;
@@ -42,7 +43,7 @@ static struct standin_wqe *add(struct standin_qp *qp, uint64_t wr_id, uint32_t f
 		qp->error = ENOMEM;
 		return NULL;
 	}
-	wqe = &qp->wqes[qp->building++ % qp->cap.max_send_wr];
+	wqe = &qp->wqes[qp->building++ & qp->mask];
 	wqe->wr_id = wr_id;
 	wqe->due_ns = qp->due_ns;
 	wqe->num_sge = 0;
@@ -51,10 +52,10 @@ static struct standin_wqe *add(struct standin_qp *qp, uint64_t wr_id, uint32_t f
 	return wqe;
 }
 
-/* Slots of scatter-gather entries: there are max_sge more than all work requests can have. */
+/* Once a work request, last. There is room for max_sge more entries than all can have. */
 static void add_sges(struct standin_qp *qp, size_t count, const struct ibv_sge *sges)
 {
-	struct standin_wqe *wqe = &qp->wqes[(qp->building - 1) % qp->cap.max_send_wr];
+	struct standin_wqe *wqe = &qp->wqes[(qp->building - 1) & qp->mask];
 	struct standin_device *device = device_of(qp->ex.qp_base.context);
 	uint64_t most = qp->cap.max_send_sge;
 
@@ -73,25 +74,21 @@ static void add_sges(struct standin_qp *qp, size_t count, const struct ibv_sge *
 	for (size_t i = 0; i < count; i++)
 		qp->sges[qp->next_sge + i] = sges[i];
 	qp->next_sge += (uint32_t)count;
+	qp->num_entries += count;
+	qp->num_signalled += wqe->signalled;
+	qp->num_reads += wqe->opcode == IBV_WR_RDMA_READ;
 }
 
 static void count_posted(struct standin_qp *qp, struct standin_device *device)
 {
-	uint64_t signalled = 0, entries = 0, reads = 0, count = qp->building - qp->posted;
+	uint64_t count = qp->building - qp->posted;
 
-	for (uint64_t i = qp->posted; i < qp->building; i++) {
-		const struct standin_wqe *wqe = &qp->wqes[i % qp->cap.max_send_wr];
-
-		signalled += wqe->signalled;
-		entries += wqe->num_sge;
-		reads += wqe->opcode == IBV_WR_RDMA_READ;
-	}
 	COUNT(device, post_calls, 1);
 	COUNT(device, work_requests, count);
-	COUNT(device, signalled, signalled);
-	COUNT(device, sges, entries);
-	COUNT(device, reads, reads);
-	COUNT(device, writes, count - reads);
+	COUNT(device, signalled, qp->num_signalled);
+	COUNT(device, sges, qp->num_entries);
+	COUNT(device, reads, qp->num_reads);
+	COUNT(device, writes, count - qp->num_reads);
 }
 
 /* The doorbell, also where an error follows: what is before it is posted. */
@@ -367,7 +364,7 @@ static uint32_t carry_out(struct standin_qp *qp, const struct standin_wqe *wqe)
 	if (!(far->attr.qp_access_flags & right) || far->attr.path_mtu != qp->attr.path_mtu ||
 	    (is_read && qp->attr.max_rd_atomic > far->attr.max_dest_rd_atomic))
 		return far_fault(far, IBV_WC_REM_INV_REQ_ERR, IBV_EVENT_QP_REQ_ERR);
-	if (length)
+	if (length && SETTING(device_of(far->ex.qp_base.context), rkeys))
 		remote = reach(far, wqe->rkey, 1, wqe->remote_addr, length, right);
 	if (length && !remote)
 		return far_fault(far, IBV_WC_REM_ACCESS_ERR, IBV_EVENT_QP_ACCESS_ERR);
@@ -383,7 +380,7 @@ static uint32_t carry_out(struct standin_qp *qp, const struct standin_wqe *wqe)
 
 static void carry_out_next(struct standin_qp *qp, struct standin_device *device)
 {
-	struct standin_wqe *wqe = &qp->wqes[qp->done % qp->cap.max_send_wr];
+	struct standin_wqe *wqe = &qp->wqes[qp->done & qp->mask];
 	uint32_t status = IBV_WC_WR_FLUSH_ERR;
 
 	if (state_of(qp) != IBV_QPS_ERR) {
@@ -408,15 +405,15 @@ static void carry_out_next(struct standin_qp *qp, struct standin_device *device)
 static uint64_t turn(struct standin_device *device)
 {
 	uint64_t soonest = UINT64_MAX;
-	bool frozen = SETTING(device, frozen);
 
 	pthread_mutex_lock(&bus);
 	for (struct standin_qp *qp = device->qps; qp; qp = qp->next) {
-		uint64_t due = qp->wqes[qp->done % qp->cap.max_send_wr].due_ns;
+		uint64_t due = qp->wqes[qp->done & qp->mask].due_ns;
 		uint32_t state = state_of(qp);
 
 		if (qp->done == __atomic_load_n(&qp->posted, __ATOMIC_ACQUIRE) ||
-		    (state != IBV_QPS_ERR && (state != IBV_QPS_RTS || frozen)))
+		    (state != IBV_QPS_ERR &&
+		     (state != IBV_QPS_RTS || SETTING(device, frozen))))
 			continue;
 		if (state == IBV_QPS_RTS && due && due > now_ns()) {
 			soonest = due < soonest ? due : soonest;

@@ -4,15 +4,14 @@
 """
 import sys
 
-import numpy as np
-
 from kvio.transfer import Nic
+from nics import pattern
 
 
 def main(device, address):
     nic = Nic.open(device, name="child")
     listener = nic.listen(address)
-    peers, regions = [], [nic.register(np.zeros(4096, np.uint8))]
+    peers, regions = [], [nic.register(pattern(4096, 7))]
     print(listener.address, flush=True)
     for line in sys.stdin:
         match line.split():
@@ -24,8 +23,10 @@ def main(device, address):
                 print(len(nic._peers), flush=True)
             case ["known"]:
                 print(*sorted(peers[-1].far.owners), flush=True)
+            case ["memory"]:
+                print(regions[0].key, regions[0].addr, flush=True)
             case ["register"]:
-                regions.append(nic.register(np.zeros(4096, np.uint8)))
+                regions.append(nic.register(pattern(4096, 8)))
                 print(regions[-1].key, flush=True)
             case ["deregister"]:
                 nic.deregister(regions.pop())

@@ -5,7 +5,7 @@ import socket
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvio.errors import TransferError
@@ -33,6 +33,7 @@ bodies = st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=2
 
 
 @pytest.mark.parametrize("key", [None, KEY])
+@settings(deadline=None)
 @given(sent=st.lists(st.tuples(st.integers(1, 13), bodies), max_size=5), cuts=st.data())
 def test_frames_survive_being_cut_anywhere(key, sent, cuts):
     a, b = two(key)
@@ -46,6 +47,7 @@ def test_frames_survive_being_cut_anywhere(key, sent, cuts):
     assert a.digest() == b.digest()
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_no_altered_bit_is_accepted(data):
     a, b = two()
@@ -102,6 +104,7 @@ def test_a_frame_too_long_to_be_read_is_not_sent():
         a.encode(frames.REGION, {"ad": "0" * frames.MAX_FRAME})
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_garbage_is_kept_in_bounds_and_never_hangs(data):
     for key in None, KEY:

@@ -172,7 +172,7 @@ def interfere(place, change):
     return victim
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(places, st.data())
 def test_no_bit_may_change(place, data):
     def flip(frame, sender):
@@ -183,22 +183,26 @@ def test_no_bit_may_change(place, data):
     interfere(place, flip)
 
 
+@settings(deadline=None)
 @given(places, st.data())
 def test_no_frame_may_be_cut(place, data):
     interfere(place, lambda frame, sender: [frame[:data.draw(st.integers(0, len(frame) - 1))]])
 
 
+@settings(deadline=None)
 @given(places, st.integers(1, 3))
 def test_no_frame_may_come_again(place, times):
     victim = interfere(place, lambda frame, sender: [frame] * (1 + times))
     assert victim.error.errno == errno.EPROTO
 
 
+@settings(deadline=None)
 @given(places, st.binary(min_size=1, max_size=64))
 def test_nothing_may_be_put_in(place, extra):
     interfere(place, lambda frame, sender: [extra + frame])
 
 
+@settings(deadline=None)
 @given(places)
 def test_no_frame_may_come_back_to_its_sender(place):
     """Reflected instead of delivered: its sender takes it for nobody's."""
@@ -209,6 +213,7 @@ def test_no_frame_may_come_back_to_its_sender(place):
     interfere(place, reflect)
 
 
+@settings(deadline=None)
 @given(places, st.data())
 def test_frames_may_not_be_swapped(place, data):
     held = []
@@ -225,6 +230,7 @@ def test_frames_may_not_be_swapped(place, data):
     assert not (b, a)[place[0]].connected
 
 
+@settings(deadline=None)
 @given(places, places)
 def test_frames_of_another_conversation_do_not_fit(place, other):
     """Replayed from a conversation of the same two with the same secret."""
@@ -332,7 +338,7 @@ def test_a_refusal_may_say_anything_but_not_at_length(body):
     assert len(str(wrong)) < 1200 and str(wrong).isprintable()
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.binary(max_size=80), max_size=6), st.sampled_from([INITIATOR, TARGET]))
 def test_garbage_is_refused(chunks, role):
     end = End(role)

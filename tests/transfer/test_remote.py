@@ -31,6 +31,14 @@ def test_the_listener_tells_its_port_and_regions_are_known_at_once(pair):
     assert (state["remote_sl"], state["remote_tclass"]) == (KV.sl, KV.tclass)
 
 
+def test_the_kernel_looks_whether_the_other_host_is_alive(pair):
+    for peer in pair.peer, pair.back:
+        sock = peer._other.stream.sock
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 5
+        assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 15000
+
+
 @pytest.mark.parametrize("address", ["[::1]:0", "localhost:0", "lo:0", "lo%:0", ":0"])
 def test_ways_to_write_an_address(open_nic, address):
     if address == "[::1]:0" and not socket.has_ipv6:
@@ -111,6 +119,22 @@ def test_who_does_not_know_the_secret_is_refused(open_nic, theirs, ours):
     assert listener.refused[-1].errno == errno.EACCES and listener.accept() is None
     assert not a._peers and not b._peers
     a.connect(listener.address, secret=theirs).close()
+
+
+def test_the_secret_may_stand_in_a_file(open_nic, tmp_path, monkeypatch):
+    path = tmp_path / "secret"
+    path.write_text(SECRET + "\n")
+    path.chmod(0o600)
+    monkeypatch.setenv("KVIO_SECRET_FILE", str(path))
+    a, b = open_nic(name="a"), open_nic(name="b")
+    for address in ":0", "a name":
+        a.connect(b.listen(address).address).close()
+    a.connect(b.listen(":0", secret=SECRET).address).close()
+    with pytest.raises(TransferError, match="secret"):
+        a.connect(b.listen(":0").address, secret="another")
+    path.chmod(0o644)
+    with pytest.raises(InvalidArgument, match="chmod"):
+        b.listen(":0")
 
 
 def test_a_class_list_that_differs_is_an_error_on_both_ends_that_names_both(open_nic):

@@ -1,5 +1,5 @@
-"""Two processes: what they tell each other; one is killed, stopped, or forks. Over verbs on the
-the stand-in for libibverbs, whose queue pairs move bytes within one process only."""
+"""Two processes: what they tell each other; one is killed, stopped, or forks. Over soft NICs, and
+over verbs on the stand-in for libibverbs, whose queue pairs move bytes within one process only."""
 import errno
 import os
 import signal
@@ -8,22 +8,21 @@ import sys
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from connected import DEVICE, open_nic, pair, until, works      # noqa: F401
 from kvio.errors import Closed, TransferError
 from kvio.layout import READ
-from kvio.transfer import COLLECTIVE, KV, control, links
-from nics import requests
+from kvio.transfer import COLLECTIVE, KV, Nic, control, links
+from nics import pattern, requests
 
 CHILD = Path(__file__).with_name("remote_child.py")
 
 
 class Child:
-    def __init__(self, address=":0"):
+    def __init__(self, device, address):
         self.process = subprocess.Popen(
-            [sys.executable, CHILD, DEVICE, address], stdin=subprocess.PIPE, text=True,
+            [sys.executable, CHILD, device, address], stdin=subprocess.PIPE, text=True,
             stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
         self.address = self.process.stdout.readline().strip()
         assert self.address, "it did not start"
@@ -48,23 +47,36 @@ class Child:
         self.process.stdout.close()
 
 
-@pytest.fixture
-def child(standin):
-    made = []
+@pytest.fixture(params=["soft", "standin"])
+def far(request, tmp_path):
+    """Starts other processes, each with a NIC, and opens NICs here."""
+    device, address, library = "soft", f"unix:{tmp_path}/socket", None
+    if request.param == "standin":
+        device, address, library = DEVICE, ":0", request.getfixturevalue("standin")
+    children, opened = [], []
 
-    def start(address=":0"):
-        made.append(Child(address))
-        return made[-1]
-    yield start
-    for each in made:
+    class Far:
+        name, standin = request.param, library
+
+        def child(self, at=address):
+            children.append(Child(device, at))
+            return children[-1]
+
+        def open(self):
+            opened.append(Nic.open(device, name="near"))
+            return opened[-1]
+    yield Far()
+    for each in children:
         each.end()
+    while opened:
+        opened.pop().close(cancel=True)
 
 
-def test_two_processes_tell_each_other_of_their_regions(open_nic, child):
-    other, nic = child(), open_nic()
+def test_two_processes_tell_each_other_of_their_regions(far):
+    other, nic = far.child(), far.open()
     peer = nic.connect(other.address)
     assert other.ask("accept") == ["1"] and other.ask("known") == []
-    region = nic.register(np.zeros(4096, np.uint8))
+    region = nic.register(pattern(4096))
     assert other.ask("known") == [str(region.key)]
     [key] = other.ask("register")
     assert int(key) in peer.far.owners and len(peer.far.owners) == 2
@@ -79,45 +91,53 @@ def test_two_processes_tell_each_other_of_their_regions(open_nic, child):
 
 
 @pytest.mark.parametrize("how", ["killed", "exits", "closes"])
-def test_a_peer_that_dies_is_noticed_and_can_be_connected_to_again(open_nic, child, standin, how):
-    other, nic = child(), open_nic()
-    local = nic.register(np.zeros(4096, np.uint8))
+def test_a_peer_that_dies_is_noticed_and_can_be_connected_to_again(far, how):
+    other, nic = far.child(), far.open()
+    mine = pattern(4096)
+    local = nic.register(mine)
     peer = nic.connect(other.address)
-    wrs = requests(READ, local, local, 0, 0, 64)
-    wrs["rkey"] = next(iter(peer.far.owners))
-    standin.set(frozen=1)
+    wrs = requests(READ, local, local, 0, 0, 4096)
+    theirs = other.ask("memory")
+    wrs["rkey"], wrs["remote_addr"] = map(int, theirs)
+    if far.name == "soft":
+        peer.read(wrs).wait()
+        assert (mine == pattern(4096, 7)).all()
+    else:
+        far.standin.set(frozen=1)
     transfers = [peer.post(wrs, traffic_class=c) for c in (KV, COLLECTIVE, KV)]
     if how == "killed":
         other.signal(signal.SIGKILL)
     else:
         other.tell("exit" if how == "exits" else "close")
     for transfer in transfers:
-        with pytest.raises(TransferError, match="RETRY_EXC_ERR|WR_FLUSH_ERR|REM_ACCESS_ERR"):
+        try:
             transfer.wait(30)
+            assert far.name == "soft"
+        except TransferError as failed:
+            assert any(name in str(failed) for name in ("RETRY_EXC_ERR", "WR_FLUSH_ERR"))
     until(lambda: not nic._peers)
     with pytest.raises(Closed, match="has gone .*connect again"):
         peer.read(wrs)
-    standin.set(frozen=0)
-    if how != "closes":
-        other = child(other.address)                    # the same port: nothing is sticky
-    else:
-        other = child()
+    if how == "closes":
+        other.end()
+    other = far.child(other.address)                    # the same address: nothing is sticky
     again = nic.connect(other.address)
-    assert len(again.far.owners) == 1 and again.remote_epoch != peer.remote_epoch
+    assert again.remote_epoch != peer.remote_epoch
+    assert list(again.far.owners) == [int(other.ask("memory")[0])] != [int(theirs[0])]
     again.close()
 
 
-def test_a_stopped_peer_holds_nobody_up_and_learns_it_all_later(open_nic, child, monkeypatch):
+def test_a_stopped_peer_holds_nobody_up_and_learns_it_all_later(far, monkeypatch):
     monkeypatch.setattr(links, "STUCK_S", 0.3)
     monkeypatch.setattr(control, "ANSWER_S", 0.2)
-    other, nic = child(), open_nic()
+    other, nic = far.child(), far.open()
     peer = nic.connect(other.address)
     other.ask("accept")
     other.signal(signal.SIGSTOP)
-    first = nic.register(np.zeros(64, np.uint8))
-    second = nic.register(np.zeros(64, np.uint8))
+    first = nic.register(pattern(64))
+    second = nic.register(pattern(64))
     nic.deregister(first)
-    third = nic.register(np.zeros(64, np.uint8))        # in the first one's place
+    third = nic.register(pattern(64))        # in the first one's place
     peer._qps["kv"].fail()
     with pytest.raises(TransferError, match="stopped") as failure:
         peer.reset()
