@@ -21,7 +21,7 @@ from nics import requests
 
 RATE, MBIT_PER_S = "24mbit", 24
 DEPTH, KV_NBYTES, SMALL_NBYTES = 8, 65536, 64
-RUNS, COUNT = 3, 400
+RUNS, ATTEMPTS, COUNT = 3, 6, 300
 
 
 class Load:
@@ -82,6 +82,11 @@ def one_run(beside, sender, wrs):
     return found
 
 
+def valid(tried):
+    """A run in which KV did not fill the link has measured something else: a busy machine."""
+    return [run for run in tried if run["KV Mbit/s"] > 0.8 * MBIT_PER_S]
+
+
 @pytest.mark.parametrize("how", ["write", "read"])
 def test_collectives_beside_kv(how, capsys, monkeypatch):
     """KV by WRITE fills a -> b; by READ, the responses of b fill b -> a. The collective goes the
@@ -94,14 +99,17 @@ def test_collectives_beside_kv(how, capsys, monkeypatch):
         near, far = (nic.register(np.zeros(4096, np.uint8)) for nic in (from_, to))
         wrs = requests(WRITE, near, far, 0, 0, SMALL_NBYTES)
         with Load(how) as beside:
-            runs = [one_run(beside, sender, wrs) for _ in range(RUNS)]
+            tried = []
+            while len(tried) < ATTEMPTS and len(valid(tried)) < RUNS:
+                tried.append(one_run(beside, sender, wrs))
+    runs = valid(tried)
+    assert len(runs) == RUNS, f"KV does not fill the link: this machine is too busy ({tried})"
     ratios = {f"{case} {part}": statistics.median(run[case][part] / run["idle"][part]
                                                   for run in runs)
               for case in ("two classes", "one class") for part in ("p50", "p99")}
     with capsys.disabled():
         print("\n" + json.dumps({"KV by": how, "runs": runs, "median of ratios":
                                  {name: round(ratio, 2) for name, ratio in ratios.items()}}))
-    assert all(run["KV Mbit/s"] > 0.8 * MBIT_PER_S for run in runs), "KV did not fill the link"
     assert ratios["two classes p50"] <= 1.2
     assert ratios["two classes p99"] <= 3
     assert ratios["one class p50"] >= 50
