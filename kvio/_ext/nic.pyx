@@ -29,30 +29,6 @@ cdef char *INT32_FORMAT = b"i"
 cdef uint64_t SLICE_NS = 50_000_000         # sleep no longer without looking for signals
 cdef uint64_t FOR_EVER = 1 << 62
 
-HINTS = {
-    "LOC_LEN_ERR": "a message is longer than the NIC allows",
-    "LOC_QP_OP_ERR": "the opcode must be READ or WRITE",
-    "LOC_PROT_ERR": "the local address, length or lkey does not lie in a region registered with "
-                    "this NIC, or the region lacks local write access; call peer.reset() before "
-                    "going on",
-    "WR_FLUSH_ERR": "an earlier work request of this queue pair failed; wait for the others, "
-                    "then call peer.reset()",
-    "REM_INV_REQ_ERR": "the peer's queue pair does not take this request: its settings are "
-                       "others; call peer.reset(), or connect again",
-    "REM_ACCESS_ERR": "the remote address, length or rkey does not lie in a region that the peer "
-                      "has registered with that access; call peer.reset() before going on",
-    "REM_OP_ERR": "the peer's device could not do it: see its log (dmesg there), then call "
-                  "peer.reset()",
-    "RETRY_EXC_ERR": "the peer does not answer: it was closed, its queue pair is in error, or "
-                     "packets do not get there; look at the link, then call peer.reset()",
-    "FATAL_ERR": "the device has failed: see dmesg, close the NIC and open it again",
-    "CANCELED": "cancelled before it started",
-}
-HINTS["RESP_TIMEOUT_ERR"] = HINTS["RNR_RETRY_EXC_ERR"] = HINTS["RETRY_EXC_ERR"]
-OTHER_HINT = "see the device's log (dmesg), then call peer.reset()"
-FAR_HINT = (", or that memory is private: other processes can reach only that of a "
-            "BlockPool(shared=True)")
-
 
 cdef int check(int rc) except -1:
     if rc < 0:

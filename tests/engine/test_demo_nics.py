@@ -47,7 +47,7 @@ def test_a_seeded_model_says_the_same_in_every_mode(soft):
 
 @pytest.mark.parametrize("where", [
     pytest.param("standin", marks=pytest.mark.needs("compiler", "ibverbs-headers")),
-    pytest.param("rxe0", marks=pytest.mark.needs("lab"))])
+    pytest.param("rxe0", marks=pytest.mark.needs("rxe"))])
 def test_the_tokens_are_those_of_soft_nics(soft, where):
     library = {"KVIO_IBVERBS_LIBRARY": standin()} if where == "standin" else {}
     device = "verbs" if where == "standin" else "verbs:rxe0"

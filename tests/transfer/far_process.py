@@ -10,6 +10,7 @@ import numpy as np
 from kvio.layout import READ, WRITE
 from kvio.transfer import Access, Fabric, Nic
 from nics import pattern, requests
+from processes import send_signal
 
 PATIENCE = 60
 
@@ -121,7 +122,7 @@ class Here:
         return self._answer()
 
     def kill(self, number=signal.SIGKILL):
-        os.kill(self.process.pid, number)
+        send_signal(self.process.pid, number)
         if number == signal.SIGKILL:
             self.process.join(PATIENCE)
 

@@ -15,6 +15,7 @@ from kvio.errors import Closed, TransferError
 from kvio.layout import READ
 from kvio.transfer import COLLECTIVE, KV, Nic, control, links
 from nics import pattern, requests
+from processes import send_signal
 
 CHILD = Path(__file__).with_name("remote_child.py")
 
@@ -36,7 +37,7 @@ class Child:
         self.process.stdin.flush()
 
     def signal(self, number):
-        self.process.send_signal(number)
+        send_signal(self.process.pid, number)
         if number == signal.SIGKILL:
             self.process.wait()
 
