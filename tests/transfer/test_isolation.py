@@ -44,7 +44,8 @@ def bytes_by_sl(nic, way="rx"):
 
 @pytest.mark.parametrize("begun", [1, 4095, 4096, 10_000, 1_000_000])
 def test_one_batch_under_saturating_kv(virtual, begun):
-    """16 MiB: the rest of a packet and four or five of the low table late; KV gets every byte that is left."""
+    """16 MiB: late by the rest of a packet and four or five of the low table; KV gets every byte
+    that is left."""
     cluster = Cluster(virtual)
     kv = cluster.post(64 * MIB, KV)
     virtual.fabric.advance(begun)
