@@ -36,7 +36,7 @@ message = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.
                     st.integers(0, 8000))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(rules=st.one_of(st.just(PAPER), arbitrations()),
        rates=st.lists(st.sampled_from([0, GB, 2 * GB, 3 * GB, 7 * GB, 50 * GB]), min_size=3,
                       max_size=3),
