@@ -6,6 +6,7 @@ import sys
 import time
 
 import kvio
+from kvio import cli
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -18,13 +19,27 @@ def programs(folder):
 
 
 def test_the_tour_runs_while_another_process_waits_for_its_blocks(tmp_path):
-    tour, reader = programs(tmp_path / "kv")
+    tour, _, reader = programs(tmp_path / "kv")
     other = subprocess.Popen([sys.executable, "-c", reader], stdout=subprocess.PIPE, text=True)
     while not (tmp_path / "kv" / "kvio.json").exists() and other.poll() is None:
         time.sleep(0.01)                # it has opened an empty store
     exec(compile(tour, "README.md", "exec"), {})
     assert other.communicate(timeout=60)[0].startswith("15 blocks, hit rate 1.0, ")
     assert other.returncode == 0
+
+
+def test_one_process_reads_what_another_has_registered(tmp_path):
+    exec(compile(programs(tmp_path / "kv")[1], "README.md", "exec"), {})
+
+
+def test_the_commands_about_transfers_are_understood():
+    text = (ROOT / "README.md").read_text()
+    lines = re.findall(r"^kvio ((?:bench|demo|qos) .*?)(?:  +#.*)?$", text, re.M)
+    assert len(lines) == 4
+    for line in lines:
+        arguments = cli.parser().parse_args(line.split())
+        if line.startswith("qos"):
+            assert arguments.run(arguments) == 0
 
 
 def test_the_commands_about_a_store_run(tmp_path):

@@ -8,7 +8,7 @@
 
 A queue pair belongs to one traffic class, so a peer has one per class. Descriptors are numpy
 arrays of `WR_DTYPE`; posting copies them. `wait`, `await`, `poll` and `done` of any transfer
-drive the whole soft fabric: there is no thread of its own.
+drive its NIC, or the whole soft fabric: only one with peers in other processes has a thread.
 """
 from kvio.transfer.arbitration import Arbitration
 from kvio.transfer.classes import COLLECTIVE, KV, TrafficClass
