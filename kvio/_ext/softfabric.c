@@ -62,15 +62,19 @@ int soft_busy_room(struct kvio_fabric *fabric)
 
 /* ---- sending ---- */
 
+static void copy_part(uint8_t *local, uint8_t *far, uint64_t nbytes, bool read)
+{
+	if (nbytes)		/* what is empty may lie nowhere */
+		memmove(read ? local : far, read ? far : local, nbytes);
+}
+
 static void copy_packet(struct soft_qp *qp, const struct kvio_wr *wr, uint64_t nbytes)
 {
 	bool read = wr->opcode == KVIO_OP_READ;
 	uint8_t *far = qp->far + qp->offset;
 
 	if (wr->num_sge == 0) {
-		uint8_t *local = qp->local + qp->offset;
-
-		memmove(read ? local : far, read ? far : local, nbytes);
+		copy_part(qp->local + qp->offset, far, nbytes, read);
 		return;
 	}
 	while (nbytes) {
@@ -79,7 +83,7 @@ static void copy_packet(struct soft_qp *qp, const struct kvio_wr *wr, uint64_t n
 		uint64_t take = nbytes < left ? nbytes : left;
 		uint8_t *local = (uint8_t *)(uintptr_t)sge->addr + qp->sge_offset;
 
-		memmove(read ? local : far, read ? far : local, take);
+		copy_part(local, far, take, read);
 		far += take;
 		nbytes -= take;
 		qp->sge_offset += (uint32_t)take;

@@ -362,8 +362,9 @@ void far_shadow_stop(struct soft_link *link, uint32_t status)
 void far_hear_retired(struct soft_far *far)
 {
 	uint64_t retired = __atomic_load_n(&far->theirs->retired, __ATOMIC_ACQUIRE);
+	uint64_t first = far->retired;
 
-	if (retired - far->retired > FAR_RETIRED) {	/* it cannot be told any more which */
+	if (retired - first >= FAR_RETIRED) {	/* it cannot be told any more which */
 		soft_far_dead(far);
 		return;
 	}
@@ -375,6 +376,10 @@ void far_hear_retired(struct soft_far *far)
 		if (region)
 			((struct kvio_rkeys *)region->provider)->mapping = NULL;
 	}
+	/* A key is written before it is counted: the next one may have gone over the first. */
+	__atomic_thread_fence(__ATOMIC_ACQUIRE);
+	if (__atomic_load_n(&far->theirs->retired, __ATOMIC_RELAXED) - first >= FAR_RETIRED)
+		soft_far_dead(far);
 }
 
 void far_poll(struct soft_far *far, uint64_t limit)

@@ -22,6 +22,7 @@ PAGE, KB = 4096, 1024
 GUARD = 16 * KB
 LANES, LANE_NBYTES, SLOTS = 128 + 8 * 1024, 128 + 64 * 1024, 1024
 RETIRED, KEYS = 64, 128                 # in the ring's head
+KEYS_ROOM = 1024
 TAIL, ACK, FIRST = 0, 64, 128           # in a lane
 LIFE = 5                                # of the hostile end's queue pair
 KEY, ADDR, NBYTES = 7 << 24, 0x10000, 64 * KB
@@ -168,6 +169,25 @@ def test_acknowledgements_of_what_was_never_asked(hostile):
     hostile.drive()
     batch = hostile.qp.post(requests(READ, hostile.target, Far, 0, 0, 64))
     assert batch.wait(30) and list(batch.status) == [-errno.ETIMEDOUT]
+
+
+@pytest.mark.parametrize("count, status", [(KEYS_ROOM - 1, 0), (KEYS_ROOM, 12), (2**64 - 1, 12)])
+def test_more_regions_retired_than_can_be_told(hostile, count, status):
+    """Of as many as there are places the first may be overwritten while it is read."""
+    hostile.put(RETIRED, count)
+    hostile.good(0)
+    hostile.lane(TAIL, word(1))
+    hostile.drive()
+    assert hostile.acknowledged() == (LIFE, status, status == 0)
+
+
+def test_an_empty_request_may_lie_nowhere(hostile):
+    hostile.request(0, 0, 0, 0, 0, 0)
+    hostile.request(1, 0, 0, 0, 0, 0, 2)
+    hostile.ring[LANES + FIRST + 128:][:64] = 0
+    hostile.lane(TAIL, word(3))
+    hostile.drive()
+    assert hostile.acknowledged() == (LIFE, 0, 3)
 
 
 class Far:
