@@ -362,12 +362,9 @@ void far_shadow_stop(struct soft_link *link, uint32_t status)
 void far_hear_retired(struct soft_far *far)
 {
 	uint64_t retired = __atomic_load_n(&far->theirs->retired, __ATOMIC_ACQUIRE);
+	uint64_t first = far->retired;
 
-	if (retired - far->retired > FAR_RETIRED) {	/* it cannot be told any more which */
-		soft_far_dead(far);
-		return;
-	}
-	for (; far->retired != retired; far->retired++) {
+	for (; far->retired != retired && retired - first < FAR_RETIRED; far->retired++) {
 		uint64_t key = __atomic_load_n(&far->theirs->keys[far->retired % FAR_RETIRED],
 					       __ATOMIC_RELAXED);
 		struct kvio_region *region = kvio_region_find(&far->base->table, key);
@@ -375,6 +372,10 @@ void far_hear_retired(struct soft_far *far)
 		if (region)
 			((struct kvio_rkeys *)region->provider)->mapping = NULL;
 	}
+	/* A place may be written anew before that is counted: were these still the old ones? */
+	__atomic_thread_fence(__ATOMIC_ACQUIRE);
+	if (__atomic_load_n(&far->theirs->retired, __ATOMIC_RELAXED) - first >= FAR_RETIRED)
+		soft_far_dead(far);		/* it cannot be told any more which */
 }
 
 void far_poll(struct soft_far *far, uint64_t limit)

@@ -257,15 +257,15 @@ class Nic:
 
     def close(self, *, cancel: bool = False) -> None:
         """Close peers, listeners and registrations. Busy while a transfer is in flight, this
-        NIC's or a peer's on our memory; `cancel=True` gives up what has not started and waits
-        for the rest of our own."""
+        NIC's or a peer's on our memory; `cancel=True` gives up what has not started; the rest of
+        our own has 2 s to end (on a virtual clock none), then it flushes."""
         if self._ext.closed:
             return
-        if cancel and self._control is None:
-            self._ext.drain(True)
         try:
+            if cancel:
+                remote.give_up(self)
             if self._control is not None:
-                remote.part(self, cancel)
+                remote.part(self)
             self._ext.close()
         except OSError:
             raise Busy(f"{self.name}: transfers of this NIC are in flight ({self._ext.in_flight}), "
