@@ -43,6 +43,7 @@ class Nic:
         self._listeners: list[Listener] = []
         self._classes: dict[str, TrafficClass] = {}
         self._port_fd = None            # soft: of the page in which others reserve its link
+        self._going = set()             # keys of regions that are being taken back
         self._control = None            # its thread for other processes, once there are any
 
     @classmethod
@@ -155,18 +156,27 @@ class Nic:
         processes let go of it first, if they answer within a second."""
         self._check_open()
         try:
-            if self._control is not None and region.key in self._ext.owners:
-                self._control.retract(region.key)
-            self._ext.dereg(region.key)
+            self._take_back(region.key)
         except OSError as failed:
-            if self._control is not None:
-                self._control.announce(region.key)      # it stays
             if failed.errno == errno.EBUSY:
                 raise Busy(f"{self.name}: a transfer in flight uses {region}; wait for it or "
                            "cancel it, then deregister") from None
             raise InvalidArgument(f"{self.name}: {region} is not registered here") from None
-        except AttributeError:
+        except (AttributeError, TypeError, OverflowError):
             raise InvalidArgument("deregister takes what register returned") from None
+
+    def _take_back(self, key):
+        self._going.add(key)                    # who connects meanwhile does not hear of it
+        try:
+            if self._control is not None and key in self._ext.owners:
+                self._control.retract(key)
+            self._ext.dereg(key)
+        except BaseException:
+            self._going.discard(key)
+            if self._control is not None:
+                self._control.announce(key)     # it stays
+            raise
+        self._going.discard(key)
 
     # ---- connections
 

@@ -26,7 +26,9 @@ FLUSH_S = 10.0              # and once its queue pairs are in error
 
 def is_remote(nic, address) -> bool:
     """Does this address lie outside of the fabric in this process?"""
-    return nic.fabric is None or (isinstance(address, str) and ":" in address)
+    if nic.fabric is not None and not isinstance(address, str):
+        raise InvalidArgument(f"an address is a str, not {address!r}")
+    return nic.fabric is None or ":" in address
 
 
 class RemoteListener(Listener):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from connected import until
-from kvio.errors import Busy, Closed, TransferError
+from kvio.errors import Busy, Closed, InvalidArgument, TransferError
 from kvio.layout import READ, WRITE
-from kvio.transfer import Fabric, Nic
-from nics import Pair, requests
+from kvio.transfer import Fabric, Nic, TrafficClass, handshake
+from nics import Pair, pattern, requests
 
 GB = 10**9
 
@@ -85,6 +85,79 @@ def test_a_nic_closes_on_a_link_that_takes_years(monkeypatch):
         time.sleep(0.01)
         slow.close(cancel=True)
         assert transfer.done
+
+
+# ---- regions that go while somebody comes
+
+def test_who_connects_while_a_region_goes_never_hears_of_it(tmp_path):
+    """Else its place in the table could not be used again, and that ended the connection."""
+    nics = a, b = [Nic.open("soft", name=name, fabric=Fabric()) for name in "ab"]
+    listener, made = b.listen(f"unix:{tmp_path}/b"), []
+    first = a.connect(listener.address)
+    going = b.register(pattern(4096))
+    retract = b._control.retract
+
+    def retract_and_meet(key):
+        retract(key)
+        made.append(a.connect(listener.address))
+    b._control.retract = retract_and_meet
+    b.deregister(going)
+    new, mine = b.register(pattern(4096)), a.register(np.zeros(4096, np.uint8))
+    assert new.key & 0xffffff == going.key & 0xffffff
+    for peer in first, *made:
+        assert set(peer.far.owners) == {new.key}
+        peer.read(requests(READ, mine, new, 0, 0, 4096)).wait()
+        peer.close()
+    for nic in nics:
+        nic.close()
+
+
+def test_a_region_that_stays_is_told_of_again(tmp_path, monkeypatch):
+    nics = a, b = [Nic.open("soft", name=name, fabric=Fabric()) for name in "ab"]
+    listener = b.listen(f"unix:{tmp_path}/b")
+    peer, region = a.connect(listener.address), b.register(pattern(4096))
+
+    def interrupted(key):
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(b, "_ext", type("Ext", (), {
+            "__getattr__": lambda _, name, ext=b._ext: getattr(ext, name),
+            "dereg": staticmethod(interrupted)})())
+        with pytest.raises(KeyboardInterrupt):
+            b.deregister(region)
+    assert set(peer.far.owners) == {region.key} and not b._going
+    for nic in nics:
+        nic.close()
+
+
+def test_more_classes_than_a_soft_nic_has_lanes(tmp_path):
+    nics = a, b = [Nic.open("soft", name=name, fabric=Fabric()) for name in "ab"]
+    b.listen(f"unix:{tmp_path}/b")
+    with pytest.raises(TransferError, match="17 classes.*ask for fewer"):
+        a.connect(f"unix:{tmp_path}/b", [TrafficClass(f"c{i}", i % 16, 0) for i in range(17)])
+    for nic in nics:
+        nic.close()
+
+
+@pytest.mark.parametrize("name", ["", 5, "x" * 201, "\x1b[2J", "\ud800"])
+def test_names_of_classes_are_words(name):
+    with pytest.raises(InvalidArgument, match="name"):
+        TrafficClass(name, 1, 1)
+
+
+def test_what_is_no_region_no_address_no_secret(tmp_path):
+    with Nic.open("soft", fabric=Fabric()) as nic:
+        for key in -1, 2**64, "x", None, []:
+            with pytest.raises(InvalidArgument, match="deregister"):
+                nic.deregister(type("Odd", (), {"key": key})())
+        for use in nic.listen, nic.connect:
+            with pytest.raises(InvalidArgument, match="address"):
+                use([])
+    with pytest.raises(InvalidArgument):
+        Nic.open("verbs:\ud800")
+    assert handshake.load_secret("\udc80") == b"\x80"
+    with pytest.raises(InvalidArgument, match="secret"):
+        handshake.load_secret("\ud800")
 
 
 # ---- the control thread
