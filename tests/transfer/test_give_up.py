@@ -1,5 +1,6 @@
 """Memory that is given back while something is on its way: regions that came late, NICs that close
 in the middle, a fabric that a peer keeps busy."""
+import errno
 import time
 
 import numpy as np
@@ -10,6 +11,7 @@ from kvio.errors import Busy, Closed, InvalidArgument, TransferError
 from kvio.layout import READ, WRITE
 from kvio.transfer import Fabric, Nic, TrafficClass, handshake
 from nics import Pair, pattern, requests
+from test_shared_hostile import ADDR, KEY, RETIRED, Hostile
 
 GB = 10**9
 
@@ -209,3 +211,15 @@ def test_what_comes_as_the_thread_ends_is_told_so(tmp_path):
     with pytest.raises(Closed):
         control.submit(lambda: None)
     assert not control._jobs
+
+
+@pytest.mark.parametrize("count, alive", [(1023, True), (1024, False), (2**63, False)])
+def test_keys_that_may_have_been_written_over_are_not_believed(count, alive):
+    """The place of the next one is written before it is counted: of 1024 the first may be lost."""
+    hostile = Hostile()
+    far = type("Far", (), {"addr": ADDR, "key": KEY})
+    hostile.put(RETIRED, count)
+    batch = hostile.qp.post(requests(READ, hostile.target, far, 0, 0, 4096))
+    assert batch.wait(5)
+    assert batch.status.tolist() == [0 if alive else -errno.ETIMEDOUT]
+    hostile.close()
