@@ -70,6 +70,7 @@ struct kvio_domain {
 	struct kvio_nic *nics;
 	bool has_event_fd;		/* somebody sleeps on it: keep it armed */
 	uint32_t waiting;		/* threads at the lock; atomic */
+	uint64_t births;		/* of regions, ours and other processes' */
 };
 
 enum kvio_nic_flags {
@@ -101,6 +102,7 @@ struct kvio_region {
 	uint64_t key;
 	uint32_t access;
 	uint32_t holds;			/* batches in flight that name it, from either end */
+	uint64_t born;			/* the domain's births, with it */
 	void *provider;			/* in a far table: struct kvio_rkeys */
 };
 
@@ -191,6 +193,7 @@ struct kvio_post {
 	uint32_t num_sges;
 	uint32_t flags;			/* enum kvio_post_flags */
 	uint32_t opcode;		/* 0, or what every work request must be */
+	uint64_t births;		/* the domain's when it was submitted; set by batch.c */
 };
 
 struct kvio_wc {

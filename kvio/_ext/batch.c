@@ -315,6 +315,7 @@ static int submit(struct kvio_batch *batch, const struct kvio_post *asked)
 	if (batch->qp->first_waiting || share(batch->qp, batch) < batch->limit)
 		kvio_nic_drive_locked(nic);
 	batch->submitted_ns = nic->ops->clock(nic);
+	post.births = nic->domain->births;
 	rc = inspect(batch, &post);
 	if (rc == 0)
 		rc = place_in_table(nic, batch);

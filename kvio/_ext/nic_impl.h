@@ -76,15 +76,18 @@ struct kvio_batch {
 	int32_t status[];
 };
 
-static inline void kvio_lock(struct kvio_nic *nic)
+static inline void kvio_domain_lock(struct kvio_domain *domain)
 {
-	struct kvio_domain *domain = nic->domain;
-
 	if (pthread_mutex_trylock(&domain->lock) == 0)
 		return;
 	__atomic_add_fetch(&domain->waiting, 1, __ATOMIC_RELAXED);
 	pthread_mutex_lock(&domain->lock);
 	__atomic_sub_fetch(&domain->waiting, 1, __ATOMIC_RELAXED);
+}
+
+static inline void kvio_lock(struct kvio_nic *nic)
+{
+	kvio_domain_lock(nic->domain);
 }
 
 static inline void kvio_unlock(struct kvio_nic *nic)

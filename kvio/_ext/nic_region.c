@@ -84,6 +84,7 @@ int kvio_nic_reg(struct kvio_nic *nic, uint64_t addr, uint64_t nbytes, uint32_t 
 		rc = nic->ops->reg(nic, region);
 	}
 	if (rc == 0) {
+		region->born = ++nic->domain->births;
 		nic->table.regions[index] = region;
 		*key = region->key;
 	}
@@ -238,8 +239,10 @@ int kvio_far_add(struct kvio_far *far, const void *bytes, size_t nbytes, const v
 		rc = table_grow(&far->table, index < 8 ? 8 : 2 * index);
 	else if (far->table.regions[index])
 		rc = -EEXIST;
-	if (rc == 0)
+	if (rc == 0) {
+		region->born = ++far->nic->domain->births;
 		far->table.regions[index] = region;
+	}
 	kvio_unlock(far->nic);
 	if (rc < 0) {
 		free(region->provider);

@@ -443,7 +443,7 @@ void kvio_fabric_put(struct kvio_fabric *fabric)
 
 	if (!fabric)
 		return;
-	pthread_mutex_lock(&fabric->domain.lock);
+	kvio_domain_lock(&fabric->domain);
 	last = --fabric->refs == 0;
 	pthread_mutex_unlock(&fabric->domain.lock);
 	if (!last)
@@ -460,7 +460,7 @@ int kvio_fabric_advance(struct kvio_fabric *fabric, uint64_t to_ns)
 {
 	int rc = 0;
 
-	pthread_mutex_lock(&fabric->domain.lock);
+	kvio_domain_lock(&fabric->domain);
 	if (!fabric->is_virtual || to_ns < fabric->virtual_ns || to_ns > SOFT_LAST_NS)
 		rc = -EINVAL;
 	else
@@ -476,7 +476,7 @@ uint64_t kvio_fabric_now(struct kvio_fabric *fabric)
 {
 	uint64_t now;
 
-	pthread_mutex_lock(&fabric->domain.lock);
+	kvio_domain_lock(&fabric->domain);
 	now = soft_clock_ns(fabric);
 	pthread_mutex_unlock(&fabric->domain.lock);
 	return now;

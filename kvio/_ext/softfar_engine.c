@@ -55,7 +55,7 @@ static void before_fork(void)
 	for (struct far_engine *each = engines; each; each = each->next) {
 		each->forking = !__atomic_load_n(&each->stopping, __ATOMIC_ACQUIRE);
 		if (each->forking)
-			pthread_mutex_lock(&each->fabric->domain.lock);
+			kvio_domain_lock(&each->fabric->domain);
 	}
 }
 

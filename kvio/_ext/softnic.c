@@ -24,7 +24,7 @@ static int soft_open(struct kvio_nic **out, const struct kvio_nic_params *params
 	nic->bytes_per_s = params->bytes_per_s;
 	nic->mtu = params->mtu;
 	nic->tx.arbiter.budget = nic->rx.arbiter.budget = fabric->arbitration.reload;
-	pthread_mutex_lock(&fabric->domain.lock);
+	kvio_domain_lock(&fabric->domain);
 	fabric->refs++;
 	pthread_mutex_unlock(&fabric->domain.lock);
 	*out = &nic->base;

@@ -21,6 +21,7 @@ struct soft_wqe {
 	uint64_t posted;		/* when the doorbell rang */
 	uint64_t end_bytes;		/* bytes of the queue up to the end of this one */
 	uint64_t end;			/* once executed: when it becomes visible */
+	uint64_t births;		/* regions younger than that are not held for it */
 	uint32_t signal_seq;		/* the next signalled one, maybe itself */
 	uint16_t flags;
 	uint16_t status;

@@ -4,12 +4,14 @@
 
 /* ---- checking the message at cur ---- */
 
-static bool may_use(const struct kvio_table *table, uint64_t key, uint64_t addr, uint64_t nbytes,
-		    uint32_t access)
+/* A key that nobody had when the batch was submitted stays unknown to it: a region that came later
+ * is not held for it, and could be taken back under way. */
+static bool may_use(const struct soft_wqe *wqe, const struct kvio_table *table, uint64_t key,
+		    uint64_t addr, uint64_t nbytes, uint32_t access)
 {
 	const struct kvio_region *region = kvio_region_find(table, key);
 
-	return region && (region->access & access) == access &&
+	return region && region->born <= wqe->births && (region->access & access) == access &&
 	       kvio_region_covers(region, addr, nbytes);
 }
 
@@ -33,18 +35,18 @@ uint32_t soft_check(struct soft_qp *qp, const struct soft_wqe *wqe)
 	if (wr->length == 0)
 		return KVIO_WC_SUCCESS;		/* touches nothing, needs no key */
 	if (wr->num_sge == 0) {
-		if (!may_use(&nic->base.table, wr->lkey, wr->local_addr, wr->length,
+		if (!may_use(wqe, &nic->base.table, wr->lkey, wr->local_addr, wr->length,
 			     read ? KVIO_LOCAL_WRITE : 0))
 			return KVIO_WC_LOC_PROT_ERR;
 	}
 	for (uint32_t i = 0; i < wr->num_sge; i++) {
 		const struct kvio_sge *sge = &qp->sges[wr->sge_first + i];
 
-		if (sge->length && !may_use(&nic->base.table, sge->lkey, sge->addr, sge->length,
-					    read ? KVIO_LOCAL_WRITE : 0))
+		if (sge->length && !may_use(wqe, &nic->base.table, sge->lkey, sge->addr,
+					    sge->length, read ? KVIO_LOCAL_WRITE : 0))
 			return KVIO_WC_LOC_PROT_ERR;
 	}
-	if (!may_use(qp->base.peer, wr->rkey, wr->remote_addr, wr->length,
+	if (!may_use(wqe, qp->base.peer, wr->rkey, wr->remote_addr, wr->length,
 		     read ? KVIO_REMOTE_READ : KVIO_REMOTE_WRITE))
 		return KVIO_WC_REM_ACCESS_ERR;
 	return KVIO_WC_SUCCESS;
@@ -168,6 +170,7 @@ static void post_one(struct soft_qp *qp, const struct kvio_post *post, uint32_t 
 	qp->posted_bytes += wqe->wr.length;
 	wqe->end_bytes = qp->posted_bytes;
 	wqe->posted = now;
+	wqe->births = post->births;
 	wqe->status = 0;
 	wqe->signal_seq = post->flags & KVIO_POST_SIGNAL_ALL ? qp->tail : last_seq;
 	wqe->flags = wqe->signal_seq == qp->tail ? WQE_SIGNALED : 0;

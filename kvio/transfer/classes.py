@@ -14,6 +14,10 @@ class TrafficClass:
     tclass: int
 
     def __post_init__(self):
+        if not isinstance(self.name, str) or not self.name.isprintable() or \
+                not 0 < len(self.name) <= 200:
+            raise InvalidArgument(f"the name of a traffic class has 1 to 200 printable characters, "
+                                  f"not {self.name!r:.300}")
         for value, most in (self.sl, 15), (self.tclass, 255):
             if not isinstance(value, int) or not 0 <= value <= most:
                 raise InvalidArgument(f"traffic class {self.name!r}: sl must lie in 0..15 and "

@@ -86,7 +86,10 @@ class Connection:
 
     def _write(self, data, fds=()):
         idle = not self.stream.sending
-        self.stream.write(data, fds)
+        try:
+            self.stream.write(data, fds)
+        except (BrokenPipeError, ConnectionResetError):
+            return                              # reading will tell, and maybe why
         if idle and self.stream.sending:
             self.control.watch(self)
 
@@ -246,7 +249,7 @@ class Connection:
             return self._wait_too(frames.REGION, key, waiter)
         holder = self.link if self.peer is None else self.peer()
         region = holder and holder.nic._ext.owners.get(key)
-        if getattr(region, "key", None) != key:
+        if getattr(region, "key", None) != key or key in holder.nic._going:
             return False                        # gone, or so new that it comes by itself
         try:
             ad, fd = holder.carrier.describe(region)

@@ -61,9 +61,12 @@ class Acceptor:
         sock.setblocking(False)
         self.control, self.sock, self.secret = control, sock, secret
         self.listener = weakref.ref(listener)
-        self.paused_until = None
+        self.paused_until, self.is_watched = None, False
 
     def start(self):
+        if self.sock.fileno() < 0:              # closed before it began
+            return
+        self.is_watched = True
         self.control.selector.register(self.sock, selectors.EVENT_READ, self.ready)
 
     def ready(self, mask):
@@ -88,7 +91,7 @@ class Acceptor:
         self.control.add(conn)
 
     def pause(self):
-        self.control.selector.unregister(self.sock)
+        self._unwatch()
         self.paused_until = time.monotonic() + 0.05
         self.control.paused.append(self)
 
@@ -96,11 +99,15 @@ class Acceptor:
         self.paused_until = None
         self.start()
 
+    def _unwatch(self):
+        if self.is_watched:
+            self.is_watched = False
+            self.control.selector.unregister(self.sock)
+
     def close(self):
         if self in self.control.paused:
             self.control.paused.remove(self)
-        elif self.sock.fileno() >= 0:
-            self.control.selector.unregister(self.sock)
+        self._unwatch()
         self.sock.close()
         self.control.acceptors.discard(self)
 
@@ -132,6 +139,12 @@ class Control:
             raise Closed("the NIC's connections are closed")
         self._jobs.append(job)
         self._wake()
+        if self.ended:                          # meanwhile: maybe nobody is left to do it
+            try:
+                self._jobs.remove(job)
+            except ValueError:
+                return                          # it was done
+            raise Closed("the NIC's connections are closed")
 
     def ask(self, job, timeout) -> "Waiter | None":
         """Let it call job(waiter), and wait until the waiter is finished; None: time is up."""
@@ -217,9 +230,9 @@ class Control:
             conn.die(Closed("the NIC is closed"))
         while self._jobs:                       # whoever came too late must not wait
             self._jobs.popleft()()
+        _controls.discard(self)                 # first: a fork in between closes nothing twice
         self.selector.close()
         os.close(self._event_fd)
-        _controls.discard(self)
 
     def _timeout(self):
         """Until something is due by itself."""
@@ -247,7 +260,7 @@ class Control:
                 nic._ext.drive()                # nobody else may be doing it
         except ValueError:
             pass                                # it is closed
-        done = {each for each in self.restless if each.tick()}
+        done = {each for each in list(self.restless) if each.tick()}     # more may come
         self.restless -= done
         self._tick_s = TICK_S if done else min(2 * self._tick_s, LONGEST_TICK_S)
 

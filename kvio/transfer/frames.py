@@ -171,7 +171,8 @@ class Stream:
             try:
                 if fds:
                     sent = self.sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS,
-                                                       array.array("i", fds))])
+                                                       array.array("i", fds))],
+                                             socket.MSG_NOSIGNAL)
                 else:
                     sent = self.sock.send(data, socket.MSG_NOSIGNAL)
             except (BlockingIOError, InterruptedError):

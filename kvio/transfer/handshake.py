@@ -46,7 +46,10 @@ def load_secret(secret: bytes | str | None) -> bytes | None:
             return None
         secret = _read_secret(path)
     elif isinstance(secret, str):
-        secret = secret.encode()
+        try:
+            secret = secret.encode(errors="surrogateescape")
+        except UnicodeError:
+            raise InvalidArgument("secret is a str that UTF-8 cannot say; give bytes") from None
     if not isinstance(secret, (bytes, bytearray)) or not 0 < len(secret) <= MAX_SECRET:
         raise InvalidArgument("secret must be bytes or str, not empty (16 random bytes are good) "
                               f"and of at most {MAX_SECRET} bytes")

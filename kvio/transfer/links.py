@@ -43,7 +43,12 @@ class Link:
                                   "network")
         self.theirs, self.classes = theirs, classes
         self.far = self.carrier.attach(theirs["rails"], theirs["carrier"], fds)
-        queue_pairs(self.nic, theirs["name"], classes, self.far, self.qps)
+        try:
+            queue_pairs(self.nic, theirs["name"], classes, self.far, self.qps)
+        except OSError as failed:
+            raise TransferError(failed.errno, f"NIC {self.nic.name} has no queue pair for each of "
+                                f"{len(classes)} classes ({failed.strerror}); ask for fewer") \
+                from None
 
     def endpoints(self) -> dict:
         return {name: qp.endpoints() for name, qp in self.qps.items()}

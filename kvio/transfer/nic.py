@@ -43,6 +43,7 @@ class Nic:
         self._listeners: list[Listener] = []
         self._classes: dict[str, TrafficClass] = {}
         self._port_fd = None            # soft: of the page in which others reserve its link
+        self._going = set()             # keys of regions that are being taken back
         self._control = None            # its thread for other processes, once there are any
 
     @classmethod
@@ -155,18 +156,27 @@ class Nic:
         processes let go of it first, if they answer within a second."""
         self._check_open()
         try:
-            if self._control is not None and region.key in self._ext.owners:
-                self._control.retract(region.key)
-            self._ext.dereg(region.key)
+            self._take_back(region.key)
         except OSError as failed:
-            if self._control is not None:
-                self._control.announce(region.key)      # it stays
             if failed.errno == errno.EBUSY:
                 raise Busy(f"{self.name}: a transfer in flight uses {region}; wait for it or "
                            "cancel it, then deregister") from None
             raise InvalidArgument(f"{self.name}: {region} is not registered here") from None
-        except AttributeError:
+        except (AttributeError, TypeError, OverflowError):
             raise InvalidArgument("deregister takes what register returned") from None
+
+    def _take_back(self, key):
+        self._going.add(key)                    # who connects meanwhile does not hear of it
+        try:
+            if self._control is not None and key in self._ext.owners:
+                self._control.retract(key)
+            self._ext.dereg(key)
+        except BaseException:
+            self._going.discard(key)
+            if self._control is not None:
+                self._control.announce(key)     # it stays
+            raise
+        self._going.discard(key)
 
     # ---- connections
 
@@ -257,15 +267,15 @@ class Nic:
 
     def close(self, *, cancel: bool = False) -> None:
         """Close peers, listeners and registrations. Busy while a transfer is in flight, this
-        NIC's or a peer's on our memory; `cancel=True` gives up what has not started and waits
-        for the rest of our own."""
+        NIC's or a peer's on our memory; `cancel=True` gives up what has not started; the rest of
+        our own has 2 s to end (on a virtual clock none), then it flushes."""
         if self._ext.closed:
             return
-        if cancel and self._control is None:
-            self._ext.drain(True)
         try:
+            if cancel:
+                remote.give_up(self)
             if self._control is not None:
-                remote.part(self, cancel)
+                remote.part(self)
             self._ext.close()
         except OSError:
             raise Busy(f"{self.name}: transfers of this NIC are in flight ({self._ext.in_flight}), "

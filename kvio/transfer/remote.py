@@ -26,7 +26,9 @@ FLUSH_S = 10.0              # and once its queue pairs are in error
 
 def is_remote(nic, address) -> bool:
     """Does this address lie outside of the fabric in this process?"""
-    return nic.fabric is None or (isinstance(address, str) and ":" in address)
+    if nic.fabric is not None and not isinstance(address, str):
+        raise InvalidArgument(f"an address is a str, not {address!r}")
+    return nic.fabric is None or ":" in address
 
 
 class RemoteListener(Listener):
@@ -83,7 +85,7 @@ def _warn(peer):
 
 def _control_of(nic) -> Control:
     with _making:
-        if nic._control is None:
+        if nic._control is None or nic._control.ended:      # by a close that said Busy
             nic._control = Control(nic)
         return nic._control
 
@@ -180,18 +182,25 @@ def _seconds(timeout):
     return timeout
 
 
-def part(nic, cancel) -> None:
-    """`Nic.close`: say goodbye to all other processes. With `cancel` what is in flight is given
-    up; without, a NIC that is busy keeps its connections."""
+def give_up(nic) -> None:
+    """`Nic.close(cancel=True)`: what has not ended by itself soon flushes. On a clock that stands
+    it never would."""
+    stands = nic.fabric is not None and nic.fabric._ext.is_virtual
+    if not nic._ext.drain(True, 0 if stands else GIVE_UP_S):
+        return
+    for peer in list(nic._peers):
+        for qp in list(peer._qps.values()):
+            try:
+                qp.fail()
+            except (OSError, ValueError):
+                pass                            # gone meanwhile
+    nic._ext.drain(True, FLUSH_S)
+
+
+def part(nic) -> None:
+    """`Nic.close`: say goodbye to all other processes. A NIC that is busy keeps its
+    connections."""
     ext = nic._ext
-    if cancel and ext.drain(True, GIVE_UP_S):
-        for peer in list(nic._peers):
-            for qp in list(peer._qps.values()) if isinstance(peer, RemotePeer) else ():
-                try:
-                    qp.fail()
-                except (OSError, ValueError):
-                    pass                        # gone meanwhile
-        ext.drain(True, FLUSH_S)
     ext.drive()
     if ext.in_flight:
         return

@@ -36,7 +36,7 @@ def open_nic(cls, instance, name, mtu, queue_depth, max_sge, gid_index, pd, busy
         ext = _nic.Nic("verbs", device=instance, mtu=mtu, queue_depth=queue_depth,
                        max_sge=max_sge, gid_index=gid_index, pd=pd,
                        flags=_nic.BUSY_POLL if busy_poll else 0)
-    except (OverflowError, TypeError) as wrong:
+    except (OverflowError, TypeError, UnicodeError) as wrong:
         raise InvalidArgument(f"RDMA NIC {instance!r}: {wrong}") from None
     except OSError as failed:
         if failed.errno != errno.EINVAL:
