@@ -164,8 +164,7 @@ def _cuda():
     library, reason = _open("libcuda.so.1")
     if library is None:
         return Finding("libcuda", "missing", reason,
-                       "nothing to do: this version of kvio does not use GPUs, pools lie in host "
-                       "memory")
+                       "nothing to do without a GPU: pools lie in host memory")
     count = ctypes.c_int()
     code = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
     if code or not count.value:
