@@ -208,7 +208,8 @@ def test_await_from_another_thread(benchmark, end, other):
     benchmark.extra_info["report"] = (
         f"{benchmark.name.removeprefix('test_')}: p50 {percentile(ours, 0.5):.1f} us, "
         f"p99 {percentile(ours, 0.99):.1f} us; asyncio and an eventfd alone "
-        f"{percentile(least, 0.5):.1f} and {percentile(least, 0.99):.1f} us; p50 over p50 {over:.2f}")
+        f"{percentile(least, 0.5):.1f} and {percentile(least, 0.99):.1f} us; p50 over p50 "
+        f"{over:.2f}")
 
 
 def cpu_ns(pid=None):
@@ -248,6 +249,7 @@ def test_idle(benchmark, end, smoke):
 
     benchmark.pedantic(second, rounds=1)
     end.check()
-    benchmark.extra_info["report"] = f"{benchmark.name.removeprefix('test_')}, CPU of {seconds} s: " \
-        + "; ".join(f"{what} {' and '.join(f'{ns / 1e6:.2f} ms' for ns in each)}"
-                    for what, each in used.items())
+    benchmark.extra_info["report"] = (
+        f"{benchmark.name.removeprefix('test_')}, CPU of {seconds} s: " + "; ".join(
+            f"{what} {' and '.join(f'{ns / 1e6:.2f} ms' for ns in each)}"
+            for what, each in used.items()))
