@@ -206,13 +206,16 @@ def _class(text):
 def run(arguments) -> int:
     """The command. 0 when every byte was right."""
     classes = tuple(arguments.classes or (COLLECTIVE, KV))
-    if not arguments.json:
-        print(f"{arguments.nic}: one NIC reads blocks of another's memory, in this process; "
-              "median (quartiles)")
-        print(HEAD)
+    head = [f"{arguments.nic}: one NIC reads blocks of another's memory, in this process; median "
+            "(quartiles)", HEAD]
+
+    def show(cell):                         # no heading over an error
+        while head:
+            print(head.pop(0))
+        print(_line(cell), flush=True)
+
     cells = transfer_bench(arguments.nic, arguments.sizes, arguments.batches, classes,
-                           arguments.seconds,
-                           None if arguments.json else lambda cell: print(_line(cell), flush=True))
+                           arguments.seconds, None if arguments.json else show)
     if arguments.json:
         print(json.dumps({"nic": arguments.nic, "cells": [asdict(cell) for cell in cells]},
                          indent=2))

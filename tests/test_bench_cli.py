@@ -59,6 +59,7 @@ def test_a_lost_packet_is_an_error_and_not_a_fast_benchmark():
 def test_a_provider_that_is_not_here_is_one_line():
     done = bench("--nic", "verbs:no-such-hca", "--seconds", "0")
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize("arguments", [

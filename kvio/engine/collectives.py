@@ -13,7 +13,7 @@ import numpy as np
 from kvio.engine.decode import drained
 from kvio.errors import Busy, Closed, InvalidArgument, TransferError
 from kvio.layout import WR_DTYPE, WRITE
-from kvio.transfer import COLLECTIVE, TrafficClass
+from kvio.transfer import COLLECTIVE, Access, TrafficClass
 
 __all__ = ["CollectiveSetting", "Collectives"]
 
@@ -40,8 +40,9 @@ class _Member:
         draw = np.random.default_rng(index)
         self.sent = draw.integers(0, 256, setting.nbytes, np.uint8)
         self.received = np.zeros((num_members, setting.nbytes), np.uint8)
-        self.source = engine.nic.register(self.sent)
-        self.target = engine.nic.register(self.received)
+        self.source = engine.nic.register(self.sent, Access(0))
+        self.target = engine.nic.register(self.received,
+                                          Access.LOCAL_WRITE | Access.REMOTE_WRITE)
         self.peers, self.writes = [], []
         self.latencies_s = []
 

@@ -14,6 +14,7 @@ from kvio.loader import Binding, persist_plan, run_plan
 from kvio.loader.mover import Mover, Place
 from kvio.loader.plan import DE_BUFFER, DE_HBM
 from kvio.memory import LayerPool
+from kvio.transfer import Access
 
 __all__ = ["DecodeEngine", "Sequence", "drained"]
 
@@ -51,10 +52,11 @@ class DecodeEngine(Node):
     """One GPU's worth of decode: all its sequences advance by a token a step."""
 
     def __init__(self, engine_id, name, layout, ring, nic, *, compute, buffer_blocks, hbm_blocks):
-        super().__init__(name, layout, ring, nic, buffer_blocks)
+        super().__init__(name, layout, ring, nic, buffer_blocks,
+                         Access.REMOTE_READ | Access.REMOTE_WRITE | Access.LOCAL_WRITE)
         self.engine_id, self.compute = engine_id, compute
         self.hbm = LayerPool(layout, hbm_blocks, poison=True)
-        self.hbm_key = nic.register(self.hbm.region).key
+        self.hbm_key = nic.register(self.hbm.region, Access.LOCAL_WRITE).key
         self.num_requests = self.num_tokens = 0     # assigned and not yet decoded
         self.promised_blocks = 0                    # HBM of assigned requests, held or to come
         self.num_persisted_blocks = self.num_persist_failures = 0

@@ -76,6 +76,7 @@ def collectives_part(setting: CollectivesSetting = CollectivesSetting(), nic: st
             "num_agents": setting.num_agents, "nbytes": setting.nbytes,
             "num_per_step": setting.num_per_step, **ratios,
             "tpot_ratio": one["tpot_s"] / two["tpot_s"],
+            "jct_ratio": one["jct_s"] / two["jct_s"],
             "emulated": {"clock": "link time", "cnic_bytes_per_s": setting.cnic_bytes_per_s,
                          "decode_step_s": setting.decode_s,
                          "prefill_s_per_new_token": setting.prefill_s_per_token,

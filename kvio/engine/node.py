@@ -8,6 +8,7 @@ from kvio.errors import InvalidArgument, OutOfBlocks
 from kvio.layout import BlockLayout
 from kvio.loader.mover import Place
 from kvio.memory import BlockPool
+from kvio.transfer import Access
 
 __all__ = ["Buffer", "Node"]
 
@@ -66,12 +67,14 @@ class Buffer:
 
 class Node:
     """What both kinds of engines have: `ring` (the storage NIC), `nic` (the compute NIC), and a
-    `buffer` registered with both. `waiting_read_tokens` are reads that wait for a buffer."""
+    `buffer` registered with both, `access` being what its NIC and others may do there.
+    `waiting_read_tokens` are reads that wait for a buffer."""
 
-    def __init__(self, name: str, layout: BlockLayout, ring, nic, buffer_blocks: int):
+    def __init__(self, name: str, layout: BlockLayout, ring, nic, buffer_blocks: int,
+                 access: Access):
         self.name, self.layout, self.ring, self.nic = name, layout, ring, nic
         self.buffer = Buffer(BlockPool(layout, buffer_blocks, poison=True))
-        self.buffer_key = nic.register(self.buffer.pool).key
+        self.buffer_key = nic.register(self.buffer.pool, access).key
         self.waiting_read_tokens = 0
 
     @property

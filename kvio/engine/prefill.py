@@ -15,6 +15,7 @@ from kvio.loader.mover import Place
 from kvio.loader.plan import PE_HBM
 from kvio.memory import POISON, Region
 from kvio.pages import anonymous
+from kvio.transfer import Access
 
 __all__ = ["PrefillEngine", "Workspace"]
 
@@ -28,7 +29,7 @@ class Workspace:
         self.slot_nbytes = layout.num_blocks(max_tokens) * layout.block_tokens * per_token
         self.max_tokens = max_tokens
         self.region = Region(anonymous(depth * self.slot_nbytes))
-        self.key = nic.register(self.region).key
+        self.key = nic.register(self.region, Access.LOCAL_WRITE).key
 
     def place(self) -> Place:
         """Blocks one after the other; the slot depends on the layer alone."""
@@ -54,7 +55,7 @@ class PrefillEngine(Node):
 
     def __init__(self, engine_id, name, layout, ring, nic, *, compute, buffer_blocks, max_tokens,
                  depth=2, num_workspaces=2):
-        super().__init__(name, layout, ring, nic, buffer_blocks)
+        super().__init__(name, layout, ring, nic, buffer_blocks, Access.REMOTE_READ)
         self.engine_id, self.compute, self.depth = engine_id, compute, depth
         self._workspaces = asyncio.Queue()
         for _ in range(num_workspaces):

@@ -109,7 +109,8 @@ def _collectives(part):
     wrong = sum(f["kv_errors"] + f["collective_errors"] for f in _modes(part).values())
     return [*lines, "", _aligned(figures, rows), "",
             f"    One class over two: collectives {summary['p50_s_ratio']:.2f} x at p50, "
-            f"{summary['p99_s_ratio']:.2f} x at p99, TPOT {summary['tpot_ratio']:.2f} x; "
+            f"{summary['p99_s_ratio']:.2f} x at p99, TPOT {summary['tpot_ratio']:.2f} x, JCT "
+            f"{summary['jct_ratio']:.2f} x; "
             + (f"{wrong} RECORDS OR SLOTS WRONG" if wrong else "all bytes checked")]
 
 

@@ -14,7 +14,7 @@ from kvio.engine.demo_collectives import CollectivesSetting, collectives_part
 from kvio.engine.report import render
 from kvio.errors import InvalidArgument, TransferError
 from kvio.layout import BlockLayout
-from kvio.transfer import COLLECTIVE, KV, Fabric, TrafficClass
+from kvio.transfer import COLLECTIVE, KV, Access, Fabric, TrafficClass
 
 LAYOUT = BlockLayout(3, 16, 64)
 RATE = 10**9
@@ -59,6 +59,20 @@ def test_threads_still_wake_a_loop_in_link_time():
     async def main():
         return await asyncio.get_running_loop().run_in_executor(None, lambda: 7)
     assert run_in_link_time(main(), Fabric("virtual")) == 7
+
+
+def test_engines_register_their_memory_with_the_least_access():
+    """Nobody else reads or writes HBM, and nobody writes into a PE buffer."""
+    local, read, write = Access.LOCAL_WRITE, Access.REMOTE_READ, Access.REMOTE_WRITE
+
+    async def use(cluster):
+        # PE buffer, HBM; DE buffer, HBM, and a collective's two sides.
+        for engines, wanted in ((cluster.prefill, {read, local}),
+                                (cluster.decode, {read | write | local, local, Access(0),
+                                                  write | local})):
+            for engine in engines:
+                assert {each.access for each in engine.nic._ext.owners.values()} == wanted
+    run(use)
 
 
 @pytest.mark.parametrize("num_decode", [2, 3])
@@ -184,7 +198,8 @@ def test_the_report_shows_both_and_the_ratio(part):
                    "ok": True})
     assert "one class  two classes" in text and "EMULATED, in link time" in text
     assert f"{part['p50_s_ratio']:.2f} x at p50, {part['p99_s_ratio']:.2f} x at p99" in text
-    assert f"TPOT {part['tpot_ratio']:.2f} x; all bytes checked" in text
+    for words in ("TPOT {tpot_ratio:.2f} x, JCT {jct_ratio:.2f} x", "; all bytes checked"):
+        assert words.format(**part) in text
 
 
 def test_a_class_is_worth_nothing_when_both_share_a_lane():

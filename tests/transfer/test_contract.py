@@ -1,14 +1,16 @@
 """Rules that every provider keeps. The soft NIC runs anywhere; others join by the fixture."""
+import mmap
+import os
 import uuid
 
 import numpy as np
 import pytest
 
-from kvio import completion
+from kvio import completion, pages
 from kvio.errors import BackendUnavailable
 from kvio.layout import (READ, SGE_DTYPE, WR_DTYPE, WRITE, BlockLayout, LayerDescriptors,
                          Side)
-from kvio.transfer import COLLECTIVE, KV, Nic
+from kvio.transfer import COLLECTIVE, KV, Nic, TrafficClass
 from nics import Pair, pattern, requests
 from require import skip_or_fail
 
@@ -158,6 +160,65 @@ def test_classes_are_set_on_both_ends_and_read_back(pair):
             if read_back["ignored"]:
                 assert any(f"class {c.name}:" in words for words in peer.dishonoured)
     assert (COLLECTIVE.sl, COLLECTIVE.tclass, KV.sl, KV.tclass) == (0, 184, 2, 32)
+
+
+def test_classes_of_ones_own(provider):
+    """Any names, service levels and traffic class bytes; bytes are counted for each."""
+    classes = [TrafficClass("experts", 1, 96), TrafficClass("weights", 5, 8),
+               TrafficClass("logs", 15, 252)]
+    pair = Pair(provider, address=uuid.uuid4().hex, classes=classes)
+    for nbytes, c in zip((1000, 2000, 3000), classes):
+        pair.peer.read(pair.read(0, 0, nbytes), c).wait()
+        assert (pair.mine[:nbytes] == pair.theirs[:nbytes]).all()
+        for peer in pair.peer, pair.back:
+            assert peer.query()[c.name]["tclass"] == c.tclass
+    assert {name: counted["rx_bytes"] for name, counted in pair.a.stats()["by_class"].items()} == {
+        "experts": 1000, "weights": 2000, "logs": 3000}
+
+
+def mapped(fd, nbytes):
+    os.ftruncate(fd, nbytes)
+    with open(fd, "r+b") as file:
+        return mmap.mmap(file.fileno(), nbytes)
+
+
+def huge(nbytes):
+    """A reserved huge page, where the system has one."""
+    try:
+        return mmap.mmap(-1, 2 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)
+    except OSError:
+        pytest.skip("no reserved huge page: sysctl vm.nr_hugepages=1")
+
+
+HOST_MEMORY = {
+    "heap": bytearray,
+    "private pages": lambda nbytes: mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
+    "shared pages": lambda nbytes: mmap.mmap(-1, nbytes),
+    "transparent huge pages": lambda nbytes: pages.anonymous(nbytes),
+    "reserved huge pages": huge,
+    "memfd": lambda nbytes: mapped(os.memfd_create("x"), nbytes),
+    "file in /dev/shm": lambda nbytes: mapped(
+        os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600), nbytes),
+}
+
+
+@pytest.mark.parametrize("kind", HOST_MEMORY)
+def test_any_memory_of_the_host(pair, kind):
+    """It is the local end of a READ and the far end of a WRITE."""
+    if kind == "file in /dev/shm" and not os.path.ismount("/dev/shm"):
+        pytest.skip("no tmpfs on /dev/shm")
+    memory = HOST_MEMORY[kind](1 << 20)
+    view = np.frombuffer(memory, np.uint8)
+    view[:] = 0
+    region = pair.a.register(memory)
+    at = 4096 * np.arange(64)
+    pair.peer.read(requests(READ, region, pair.remote, at, at[::-1], 4096)).wait()
+    expected = pair.theirs[:64 * 4096].reshape(64, -1)
+    assert (view[:64 * 4096].reshape(64, -1) == expected[::-1]).all()
+    pair.back.write(requests(WRITE, pair.remote, region, at, at + 64 * 4096, 4096)).wait()
+    assert (view[64 * 4096:2 * 64 * 4096].reshape(64, -1) == expected).all()
+    assert not view[2 * 64 * 4096:].any()
+    pair.a.deregister(region)
 
 
 def test_empty_batches_and_empty_work_requests_complete(pair):

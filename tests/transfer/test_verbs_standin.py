@@ -69,6 +69,17 @@ def test_a_scattered_side_takes_as_few_work_requests_as_lists_allow(standin, con
         assert (blocks[ids, layer] == pair.theirs[at:at + 511 * 1024].reshape(511, 1024)).all()
 
 
+@pytest.mark.parametrize("busy_poll", [False, True])
+def test_waiting_sleeps_and_spins_only_if_asked_to(standin, connect, busy_poll):
+    """Who spins never asks for an event, and who sleeps was woken by one."""
+    pair = connect(busy_poll=busy_poll)
+    standin.set(delay_ns=20_000_000)
+    pair.peer.read(pair.read(0, 0, 5000)).wait()
+    assert (pair.mine[:5000] == pair.theirs[:5000]).all()
+    notifies, events = standin.counts("notifies", "events")
+    assert (notifies, events) == (0, 0) if busy_poll else min(notifies, events) >= 1
+
+
 def test_signalling_all_is_not_the_default(standin, connect):
     pair = connect(queue_depth=8)
     pair.peer.read(pair.read(0, 0, [64] * 20)).wait()
