@@ -2,8 +2,9 @@
 it answers, when the cable is empty, with a line of JSON: bytes and seconds since "go"), and the
 end of it.
 
-    load.py read|write PEERS DEPTH NBYTES     DEPTH transfers of NBYTES outstanding, on each of PEERS
-                                              connections
+    load.py read|write PEERS DEPTH NBYTES
+
+On each of PEERS connections DEPTH transfers of NBYTES are outstanding.
 """
 import collections
 import functools
