@@ -289,6 +289,9 @@ struct kvio_nic_ops {
 	void (*counters)(struct kvio_nic *nic, struct kvio_counters *out);
 	/* NULL: nothing to tell. */
 	void (*info)(struct kvio_nic *nic, struct kvio_nic_info *out);
+	/* The NIC is closed, queue pairs and regions are gone: give the device back now, not only
+	 * when `close` frees the rest. NULL: nothing to give. */
+	void (*shut)(struct kvio_nic *nic);
 };
 
 extern const struct kvio_nic_ops kvio_soft_ops;

@@ -97,6 +97,8 @@ static void close_locked(struct kvio_nic *nic)
 		link = &(*link)->next;
 	*link = nic->next;
 	nic->closed = true;
+	if (nic->ops->shut)
+		nic->ops->shut(nic);
 }
 
 int kvio_nic_close(struct kvio_nic *nic)

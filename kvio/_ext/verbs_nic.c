@@ -249,6 +249,18 @@ failed:
 	return -errno;
 }
 
+/* Another library may close the device of its protection domain as soon as we are closed. A thread
+ * that still sleeps on a channel wakes up by itself: verbs_close follows then. */
+static void verbs_shut(struct kvio_nic *base)
+{
+	struct verbs_nic *nic = (struct verbs_nic *)base;
+
+	for (uint32_t r = 0; r < nic->num_rails && !nic->sleeping; r++)
+		verbs_rail_close(&nic->rails[r]);
+	if (!nic->sleeping)
+		nic->num_rails = 0;
+}
+
 static void verbs_close(struct kvio_nic *base)
 {
 	struct verbs_nic *nic = (struct verbs_nic *)base;
@@ -403,6 +415,7 @@ const struct kvio_nic_ops kvio_verbs_ops = {
 	.arm = verbs_arm,
 	.counters = verbs_counters,
 	.info = verbs_info,
+	.shut = verbs_shut,
 };
 
 #endif

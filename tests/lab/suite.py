@@ -53,7 +53,8 @@ def main(arguments) -> int:
 
 
 def _run(arguments, short, folder):
-    environment = ENVIRONMENT | {"PYTHONPATH": os.path.dirname(TESTS)}
+    environment = ENVIRONMENT | {"PYTHONPATH": os.path.dirname(TESTS)} | {
+        name: os.environ[name] for name in ("KVIO_LAB_MBIT",) if name in os.environ}
     if PARTS["compiler"]() or PARTS["ibverbs-headers"]():
         print("lab: no C compiler or no libibverbs-dev: run .ci/lab-setup", file=sys.stderr)
         return rxe.DIED

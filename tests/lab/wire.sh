@@ -54,10 +54,10 @@ free() {
 	for d in w0 w1; do tc qdisc del dev $d root 2>/dev/null || true; done
 }
 
-plain() {
+plain() {		# with the burst it catches up when the host did not run us for 20 ms
 	free
 	for d in w0 w1; do
-		tc qdisc add dev $d root handle 1: tbf rate "$1" burst 10k limit 4m
+		tc qdisc add dev $d root handle 1: tbf rate "$1" burst 64k limit 4m
 	done
 }
 

@@ -1,9 +1,13 @@
 """A process of its own that keeps the cable full of KV. Its input is lines: "go", "stop" (to which
-it answers with a line of JSON: bytes and seconds in between), and the end of it.
+it answers, when the cable is empty, with a line of JSON: bytes and seconds since "go"), and the
+end of it.
 
-    load.py read|write DEPTH NBYTES     DEPTH transfers of NBYTES outstanding
+    load.py read|write PEERS DEPTH NBYTES
+
+On each of PEERS connections DEPTH transfers of NBYTES are outstanding.
 """
 import collections
+import functools
 import json
 import select
 import sys
@@ -16,33 +20,36 @@ from kvio.transfer import KV, Nic
 from nics import requests
 
 
-def run(peer, wrs) -> dict:
-    """Until a line comes in."""
-    under_way = collections.deque(peer.post(one) for one in wrs)
+def run(posts) -> int:
+    """Until a line comes in. Then what is under way comes to its end. How many transfers."""
+    under_way = collections.deque((post(), post) for post in posts)
     print("going", flush=True)
-    started, done = time.monotonic(), 0
+    done = len(posts)
     while not select.select([sys.stdin], [], [], 0)[0]:
-        under_way.popleft().wait()
-        under_way.append(peer.post(wrs[done % len(wrs)]))
-        done += 1
-    seconds = time.monotonic() - started
-    for transfer in under_way:
+        transfer, post = under_way.popleft()
         transfer.wait()
-    return {"nbytes": done * int(wrs[0]["length"][0]), "seconds": seconds}
+        under_way.append((post(), post))
+        done += 1
+    for transfer, _ in under_way:
+        transfer.wait()
+    return done
 
 
-def main(how, depth, nbytes):
+def main(how, peers, depth, nbytes):
     with Nic.open("verbs:rxe0", name="a") as a, Nic.open("verbs:rxe1", name="b") as b:
-        near, far = (nic.register(np.zeros(depth * nbytes, np.uint8)) for nic in (a, b))
+        near, far = (nic.register(np.zeros(peers * depth * nbytes, np.uint8)) for nic in (a, b))
         b.listen("load")
-        peer = a.connect("load", classes=[KV])
         opcode = READ if how == "read" else WRITE
-        wrs = [requests(opcode, near, far, at, at, nbytes)
-               for at in range(0, depth * nbytes, nbytes)]
+        connected = [a.connect("load", classes=[KV]) for _ in range(peers)]
+        posts = [functools.partial(connected[at % peers].post,
+                                   requests(opcode, near, far, at * nbytes, at * nbytes, nbytes))
+                 for at in range(peers * depth)]
         while sys.stdin.readline() == "go\n":
-            found = run(peer, wrs)
+            started = time.monotonic()
+            done = run(posts)
+            seconds = time.monotonic() - started
             assert sys.stdin.readline() == "stop\n"
-            print(json.dumps(found), flush=True)
+            print(json.dumps({"nbytes": done * nbytes, "seconds": seconds}), flush=True)
 
 
 if __name__ == "__main__":
