@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMPY_WHEELS = Path(sys.prefix) / "wheels"          # kept by the Makefile: no network needed here
-SOURCE = {".c", ".h", ".pyx", ".pxd", ".pxi", ".so", ".pyc"}  # under kvio/, not in a wheel as they are
+SOURCE = {".c", ".h", ".pyx", ".pxd", ".pxi", ".so", ".pyc"}  # of kvio/, not in a wheel as they are
 
 ROUND_TRIP = """
 import os, shutil, sys
