@@ -122,6 +122,20 @@ def test_another_librarys_protection_domain(standin):
         assert standin.counts("pds", "contexts") == before
 
 
+def test_a_closed_nic_has_given_its_device_back(standin):
+    """Not only when it is collected: who lent a domain may close the device right after us."""
+    nothing = standin.objects()
+    owner = Nic.open("verbs:standin1")
+    own = standin.objects()
+    nic = Nic.open("verbs", pd=owner.info()["pd"])
+    assert standin.objects() != own
+    nic.close()
+    assert standin.objects() == own
+    owner.close()
+    assert standin.objects() == nothing
+    del nic, owner                              # they lived until here
+
+
 def test_memory_that_is_refused_says_why(standin):
     with Nic.open("verbs:standin0", name="nic") as nic:
         for code, words in (errno.ENOMEM, "ulimit -l"), (errno.EFAULT, "not mapped"):
