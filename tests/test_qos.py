@@ -204,7 +204,7 @@ def test_what_a_fabric_cannot_honour_is_said(make, shares, told):
     (lambda: qos.tc(None), "device is needed"),
     (lambda: qos.mlnx("eth0; reboot"), "device is needed"),
     (lambda: qos.tc("-x"), "device is needed"),
-    (lambda: share("a\nqos FALSE", 0, 0), "letters"),
+    (lambda: share("a\nqos FALSE", 0, 0), "printable characters"),
     (lambda: share("a", 0, 0, 0), "1 to 100"),
     (lambda: qos.opensm([]), "non-empty"),
     (lambda: qos.opensm([share("a", 0, 0), share("a", 1, 0)]), "distinct"),
