@@ -95,6 +95,19 @@ static inline void kvio_unlock(struct kvio_nic *nic)
 	pthread_mutex_unlock(&nic->domain->lock);
 }
 
+/* Unlocking alone would get us the lock back every time: the others, who may hold the GIL, need
+ * some 50 us to wake up. */
+static inline void kvio_let_others_in(struct kvio_domain *domain)
+{
+	const struct timespec nap = { 0, 1000 };
+
+	if (__atomic_load_n(&domain->waiting, __ATOMIC_RELAXED) == 0)
+		return;
+	pthread_mutex_unlock(&domain->lock);
+	nanosleep(&nap, NULL);
+	kvio_domain_lock(domain);
+}
+
 static inline uint64_t kvio_monotonic_ns(void)
 {
 	struct timespec now;

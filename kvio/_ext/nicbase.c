@@ -155,19 +155,6 @@ int kvio_nic_drain(struct kvio_nic *nic, int cancel, uint64_t timeout_ns)
 	return left;
 }
 
-/* A share of the copying is done. Unlocking alone would get us the lock back every time: the
- * others, who may hold the GIL, need some 50 us to wake up. One of them goes on copying. */
-static void let_others_in(struct kvio_nic *nic)
-{
-	const struct timespec nap = { 0, 1000 };
-
-	if (__atomic_load_n(&nic->domain->waiting, __ATOMIC_RELAXED) == 0)
-		return;
-	kvio_unlock(nic);
-	nanosleep(&nap, NULL);
-	kvio_lock(nic);
-}
-
 void kvio_nic_drive_locked(struct kvio_nic *nic)
 {
 	uint64_t now = nic->ops->clock(nic);
@@ -179,8 +166,8 @@ void kvio_nic_drive_locked(struct kvio_nic *nic)
 			kvio_batch_dispatch(each);
 		if (more <= 0)
 			break;
-		if (more == 2)
-			let_others_in(nic);
+		if (more == 2)			/* one of them goes on copying */
+			kvio_let_others_in(nic->domain);
 	}
 	if (nic->domain->has_event_fd)
 		nic->ops->arm(nic);

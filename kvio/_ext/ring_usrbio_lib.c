@@ -3,13 +3,13 @@
  * libhf3fs_api_shared.so: found, opened once and never closed (its state is the process's), and
  * which files are registered with it.
  */
-#include <dlfcn.h>
 #include <stdio.h>
 #include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include "ring_usrbio.h"
+#include "symbols.h"
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct usrbio_lib library;
@@ -24,7 +24,7 @@ const struct usrbio_lib *usrbio_lib(void)
 
 static int resolve(void *handle, char *why, size_t room)
 {
-	struct { const char *name; void *to; bool optional; } symbols[] = {
+	const struct kvio_symbol symbols[] = {
 		{ "hf3fs_extract_mount_point", &library.extract_mount_point, false },
 		{ "hf3fs_iovwrap", &library.iovwrap, false },
 		{ "hf3fs_iorcreate2", &library.iorcreate2, true },
@@ -38,14 +38,11 @@ static int resolve(void *handle, char *why, size_t room)
 		{ "hf3fs_wait_for_ios", &library.wait_for_ios, false },
 	};
 
-	for (size_t i = 0; i < sizeof(symbols) / sizeof(*symbols); i++) {
-		void *found = dlsym(handle, symbols[i].name);
+	const char *missing = kvio_resolve(handle, symbols, sizeof(symbols) / sizeof(*symbols));
 
-		if (!found && !symbols[i].optional) {
-			snprintf(why, room, "it has no symbol %s", symbols[i].name);
-			return -ENOSYS;
-		}
-		memcpy(symbols[i].to, &found, sizeof(found));
+	if (missing) {
+		snprintf(why, room, "it has no symbol %s", missing);
+		return -ENOSYS;
 	}
 	if (!library.iorcreate2 && !library.iorcreate3 && !library.iorcreate4) {
 		snprintf(why, room, "it has none of hf3fs_iorcreate2, 3 and 4");

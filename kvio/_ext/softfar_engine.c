@@ -115,18 +115,6 @@ static bool has_shadows_at_work(const struct far_engine *engine)
 	return false;
 }
 
-/* A peer that posts without pause must not keep the fabric from our own threads. */
-static void let_others_in(struct kvio_domain *domain)
-{
-	const struct timespec nap = { 0, 1000 };
-
-	if (__atomic_load_n(&domain->waiting, __ATOMIC_RELAXED) == 0)
-		return;
-	pthread_mutex_unlock(&domain->lock);
-	nanosleep(&nap, NULL);
-	pthread_mutex_lock(&domain->lock);
-}
-
 /* Until nothing is to be done now, the fabric's lock held. */
 static void serve(struct far_engine *engine)
 {
@@ -144,7 +132,8 @@ static void serve(struct far_engine *engine)
 			timerfd_settime(engine->timer_fd, TFD_TIMER_ABSTIME, &timer, NULL);
 			return;
 		}
-		let_others_in(&engine->fabric->domain);
+		/* A peer that posts without pause must not keep the fabric from our own threads. */
+		kvio_let_others_in(&engine->fabric->domain);
 	}
 }
 

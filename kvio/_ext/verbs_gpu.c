@@ -9,8 +9,9 @@
 #include "verbs.h"
 
 #ifdef KVIO_HAVE_VERBS
-#include <dlfcn.h>
 #include <unistd.h>
+
+#include "symbols.h"
 
 /* Of CUDA's driver interface, by its documentation. */
 #define CUDA_SUCCESS 0
@@ -31,7 +32,7 @@ static struct {
 
 static bool resolve(void *library)
 {
-	const struct { const char *name; void *to; bool optional; } symbols[] = {
+	const struct kvio_symbol symbols[] = {
 		{ "cuPointerGetAttribute", &cuda.pointer_attribute, false },
 		{ "cuMemGetAddressRange_v2", &cuda.address_range, false },
 		{ "cuCtxPushCurrent_v2", &cuda.push_context, false },
@@ -39,14 +40,7 @@ static bool resolve(void *library)
 		{ "cuMemGetHandleForAddressRange", &cuda.handle, true },	/* 11.7 */
 	};
 
-	for (size_t i = 0; i < sizeof(symbols) / sizeof(symbols[0]); i++) {
-		void *found = dlsym(library, symbols[i].name);
-
-		if (!found && !symbols[i].optional)
-			return false;
-		memcpy(symbols[i].to, &found, sizeof(found));
-	}
-	return true;
+	return !kvio_resolve(library, symbols, sizeof(symbols) / sizeof(*symbols));
 }
 
 /* It may be loaded later, so a miss is not remembered: it costs about a microsecond. */

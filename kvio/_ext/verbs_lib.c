@@ -8,13 +8,13 @@
 #include "verbs.h"
 
 #ifdef KVIO_HAVE_VERBS
-#include <dlfcn.h>
+#include "symbols.h"
 
 struct verbs_lib verbs;
 
 static int resolve(void *handle, char *why, size_t room)
 {
-	const struct { const char *name; void *to; bool optional; } symbols[] = {
+	const struct kvio_symbol symbols[] = {
 #define SYMBOL(name) { "ibv_" #name, &verbs.name, false }
 		SYMBOL(get_device_list), SYMBOL(free_device_list), SYMBOL(get_device_name),
 		SYMBOL(open_device), SYMBOL(close_device), SYMBOL(query_device),
@@ -30,17 +30,12 @@ static int resolve(void *handle, char *why, size_t room)
 		{ "ibv_qp_to_qp_ex", &verbs.qp_to_qp_ex, true },
 	};
 
-	for (size_t i = 0; i < sizeof(symbols) / sizeof(*symbols); i++) {
-		void *found = dlsym(handle, symbols[i].name);
+	const char *missing = kvio_resolve(handle, symbols, sizeof(symbols) / sizeof(*symbols));
 
-		if (!found && !symbols[i].optional) {
-			snprintf(why, room, "libibverbs is too old: it has no %s",
-				 symbols[i].name);
-			return -ENOSYS;
-		}
-		memcpy(symbols[i].to, &found, sizeof(found));
-	}
-	return 0;
+	if (!missing)
+		return 0;
+	snprintf(why, room, "libibverbs is too old: it has no %s", missing);
+	return -ENOSYS;
 }
 
 static int load(char *why, size_t room)

@@ -262,18 +262,6 @@ int verbs_drive(struct kvio_nic *base, uint64_t now_ns)
 	return nic->sleeping && arm_all(nic);	/* we may have read the sleeper's event */
 }
 
-/* Lets others have the lock: one that is given up and taken again at once goes to nobody. */
-static void spin(struct verbs_nic *nic)
-{
-	const struct timespec nap = { 0, 1000 };
-	bool wanted = __atomic_load_n(&nic->base.domain->waiting, __ATOMIC_RELAXED);
-
-	kvio_unlock(&nic->base);
-	if (wanted)
-		nanosleep(&nap, NULL);
-	kvio_lock(&nic->base);
-}
-
 /* One thread sleeps on the device; others on `moved`, which is signalled with every batch that
  * drains, and when the first one wakes. */
 static void sleep_with_others(struct verbs_nic *nic, uint64_t timeout_ns)
@@ -301,7 +289,7 @@ int verbs_sleep(struct kvio_nic *base, uint64_t timeout_ns)
 	uint64_t kicks;
 
 	if (nic->busy_poll) {
-		spin(nic);
+		kvio_let_others_in(base->domain);
 		return 0;
 	}
 	if (nic->moved || arm_all(nic))

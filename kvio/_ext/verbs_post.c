@@ -40,7 +40,7 @@ static inline bool stage_usual(struct plan *plan, const struct kvio_wr *wr, uint
 
 /*
  * Writes staged pieces into the send queue; the last `keep` stay. By blocks, so that what is
- * staged stays in the cache. Each has one entry: of lists librxe (up to rdma-core 60 at least)
+ * staged stays in the cache. Each has one entry: of lists librxe (seen with rdma-core 44)
  * takes the first one's length for all, so lists go by chains.
  */
 static __attribute__((noinline)) void build(struct plan *plan, uint32_t keep)

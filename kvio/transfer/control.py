@@ -22,7 +22,6 @@ HANDSHAKE_S = 5.0               # for somebody who connects to us
 CROWDED_S = 1.0                 # how long the oldest is spared when there are too many
 MAX_HALF_OPEN = 64
 ANSWER_S = 1.0                  # how long register, deregister and close wait for peers
-STUCK_S = 5.0                   # how long reset does, before it says that the peer is stuck
 TICK_S, LONGEST_TICK_S = 0.001, 0.05
 
 

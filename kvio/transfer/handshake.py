@@ -15,7 +15,7 @@
 `initiate` and `respond` are generators: they yield what is to be sent next (bytes, descriptors)
 and are sent the frames that come in, (kind, body, descriptors). They raise TransferError, or
 InvalidArgument where it is the arguments of both ends that do not fit. `link` does what needs a
-NIC: see `remote.Link`.
+NIC: see `links.Link`.
 """
 import errno
 import hashlib

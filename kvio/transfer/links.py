@@ -140,7 +140,7 @@ class RemotePeer(Peer):
         while not self._try_reset():
             if time.monotonic() > until:
                 raise Busy(f"{self.remote_name} is being reset from both ends; try again")
-            time.sleep(random.uniform(0.001, 0.02))
+            time.sleep(random.uniform(0.001, 0.02))     # at random: else both ask at once again
 
     def _try_reset(self) -> bool:
         """False: the other end is at it too."""
