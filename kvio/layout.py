@@ -260,6 +260,11 @@ class Side:
     layer_offsets: tuple[int, ...]
     key: int = 0
 
+    def __post_init__(self):
+        if not isinstance(self.key, (int, np.integer)):
+            raise InvalidArgument("key must be a region's key, an int (region.key), not "
+                                  f"{self.key!r}")
+
 
 class LayerDescriptors:
     """The work requests for "layer l of these blocks", built once for all layers.

@@ -133,6 +133,11 @@ def test_descriptors_say_where_every_layer_of_every_block_lies(widths, tokens, n
         assert set(wrs["lkey"]) == {9} and set(wrs["rkey"]) == {7} and set(wrs["num_sge"]) == {0}
 
 
+def test_a_key_is_a_number():
+    with pytest.raises(InvalidArgument, match="region.key"):
+        Side(0, 4096, (0,), object())
+
+
 def test_blocks_that_touch_on_both_sides_are_one_work_request():
     layout = BlockLayout(1, 4, 1024)                # a Layer Block is a whole Full Block
     pool, work = Side(1 << 20, 4096, (0,), 1), Side(1 << 30, 4096, (0,), 2)

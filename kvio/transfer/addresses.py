@@ -125,12 +125,19 @@ def _listen_unix(path):
         sock.listen(128)
     except OSError as failed:
         sock.close()
+        if failed.errno == errno.EADDRINUSE and not _is_socket(path):
+            raise InvalidArgument(f"{path!r} is there already and no socket; listen at a path "
+                                  "that is free") from None
         raise _cannot_listen(f"unix:{path}", failed) from None
     return sock
 
 
+def _is_socket(path):
+    return os.path.lexists(path) and stat.S_ISSOCK(os.lstat(path).st_mode)
+
+
 def _is_abandoned(path):
-    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+    if not _is_socket(path):
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)

@@ -18,6 +18,9 @@ class Listener:
         self.classes = None if classes is None else class_list(classes)
         self._accepted: list[Peer] = []
 
+    def __repr__(self):
+        return f"<{type(self).__name__} of NIC {self.nic.name} at {self.address!r}>"
+
     def accept(self) -> "Peer | None":
         """Our end of the next connection; None if there is none. Not needed for peers to read
         and write our memory."""
