@@ -113,8 +113,9 @@ static void settle(struct soft_link *link, uint64_t now)
 		qp->ready = now;
 		soft_end(qp, wqe, now, KVIO_WC_SUCCESS);
 	}
-	if (status)
-		link->shadow.state = KVIO_QP_ERROR;
+	/* Who fails waits for what it has put: of that we take no more, and say so. */
+	if (status && link->shadow.state != KVIO_QP_ERROR)
+		far_shadow_stop(link, KVIO_WC_RETRY_EXC_ERR);
 	if (status && qp->away && qp->cur != link->pushed) {
 		qp->away = false;
 		soft_finish(qp, now, known_status(status));

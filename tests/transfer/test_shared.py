@@ -234,6 +234,21 @@ def test_a_stopped_peer(here):
     assert us.tell("bytes", 500000, 504096) == bytes(us.mine[:4096])
 
 
+def test_what_was_put_before_the_queue_pair_failed_ends(here):
+    """The peer hears of both at once: it pulls nothing of it, and says so."""
+    us = here()
+    us.tell("wait")
+    us.kill(signal.SIGSTOP)
+    transfer = us.peer.write(us.write(4096 * np.arange(20), 0, 4096))
+    us.peer._qps[KV.name].fail()
+    assert not transfer.done                # who knows what is being pulled
+    us.kill(signal.SIGCONT)
+    gone(transfer)
+    us.peer.reset()
+    us.peer.write(us.write(0, 4096, 4096)).wait()
+    assert us.tell("bytes", 4096, 8192) == bytes(us.mine[:4096])
+
+
 def test_memory_that_is_taken_back_while_we_read_it_is_never_data(here):
     """The owner waits a second for us; we are slower than that."""
     us = here(bytes_per_s=MB // 4)

@@ -237,6 +237,51 @@ def test_later_posts_begin_when_they_were_posted(worlds):
         assert [t._handle.stats()["completed_ns"] for t in world.transfers] == [0, 1000]
 
 
+def test_a_message_under_way_goes_on_where_it_is(worlds):
+    """Two lanes take turns packet by packet until one of them is done: the other one's message
+    has begun then, and is not copied again from its start."""
+    for world in worlds:
+        world.post(0, KV, [whole(0, 8 * MTU), whole(8 * MTU), whole(9 * MTU)])
+        world.post(0, COLLECTIVE, [whole(4096, 8 * MTU)])
+        world.poll(0)
+        assert world.nics[0]._ext.counters()["rx_packets"] == 8 + 2 + 8
+        assert sum(world.nics[0]._ext.counters()["rx_bytes"]) == 18 * MTU
+    same(worlds)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_far_end_that_fails_answers_no_more(worlds, reads):
+    """The first message has been checked before: it still goes."""
+    for world in worlds:
+        near, far = world.memory if reads else world.memory[::-1]
+        before = near[MTU:3 * MTU].copy()
+        world.post(0, KV, [whole(i * MTU, reads=reads) for i in range(3)])
+        world.peers[1]._qps[KV.name].fail()
+        world.poll(0)
+        assert list(world.transfers[0].status) == [0, -errno.ETIMEDOUT, -errno.ECONNABORTED]
+        assert (near[:MTU] == far[:MTU]).all() and (near[MTU:3 * MTU] == before).all()
+        world.peers[0].reset()
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("reads", [True, False])
+def test_one_end_of_two_that_takes_time_is_enough(slow, reads):
+    fabric, rates = Fabric("virtual"), {"a": 0, "b": 0}
+    rates["ab"[slow]] = 10**9
+    pair = Pair(lambda name, **o: Nic.open("soft", name=name, fabric=fabric, mtu=MTU,
+                                           **o | {"bytes_per_s": rates[name]}))
+    wrs = (pair.read if reads else pair.write)(MTU * np.arange(4), MTU * np.arange(4), MTU)
+    transfer = pair.peer.post(wrs)
+    fabric.advance(4 * MTU - 1)
+    pair.a.poll()
+    assert not transfer.done
+    fabric.advance(1)
+    pair.a.poll()
+    assert transfer.done and transfer.stats["completed_ns"] == 4 * MTU
+    pair.a.close()
+    pair.b.close()
+
+
 def test_given_up_in_the_middle():
     """Another thread gives up a long batch while it is copied (mostly: it tries ten times): some of
     it went, the rest did not, and all that counts agrees with that."""
