@@ -176,7 +176,8 @@ static uint64_t send_packets(struct soft_qp *qp, uint64_t until, bool alone)
 
 /* ---- where bytes take no time ---- */
 
-/* May whole messages go at once? Nobody else waits, nothing is to be told first, no fault looms. */
+/* May whole messages go at once? Nobody else waits, nothing is to be told first, no fault looms,
+ * and none holds the lock for longer than a share of the copying (nor is it empty). */
 static bool may_burst(const struct soft_qp *qp)
 {
 	const struct soft_wqe *wqe = soft_wqe_at(qp, qp->cur);
@@ -186,7 +187,7 @@ static bool may_burst(const struct soft_qp *qp)
 	return !qp->source->bytes_per_s && !qp->sink->bytes_per_s && !qp->source->drop_in &&
 	       !soft_nic_of(qp)->fail_in && qp->remote && qp->remote->remote == qp &&
 	       qp->remote->state == KVIO_QP_READY && qp->seen == qp->cur && qp->offset == 0 &&
-	       wqe->wr.num_sge == 0 && wqe->wr.length > 0;
+	       wqe->wr.num_sge == 0 && wqe->wr.length - 1 < DRIVE_BYTES;
 }
 
 /* Like the message at the head, which has been checked: the same regions and rights, due now. */
@@ -194,8 +195,9 @@ static bool is_alike(const struct soft_qp *qp, const struct soft_wqe *wqe,
 		     const struct kvio_wr *head)
 {
 	return wqe->wr.lkey == head->lkey && wqe->wr.rkey == head->rkey &&
-	       wqe->wr.opcode == head->opcode && wqe->wr.num_sge == 0 && wqe->wr.length > 0 &&
-	       wqe->posted <= qp->ready && !(wqe->flags & (WQE_DEAD | WQE_CANCELED));
+	       wqe->wr.opcode == head->opcode && wqe->wr.num_sge == 0 &&
+	       wqe->wr.length - 1 < DRIVE_BYTES && wqe->posted <= qp->ready &&
+	       !(wqe->flags & (WQE_DEAD | WQE_CANCELED));
 }
 
 static void count_run(struct soft_qp *qp, uint64_t packets, uint64_t nbytes)
