@@ -24,6 +24,7 @@
 #define KVIO_MAX_VLARB 64		/* entries of an arbitration table */
 #define KVIO_MAX_SGE 64
 #define KVIO_MAX_RAILS 8		/* devices that one NIC stripes over */
+#define KVIO_MAX_REGIONS (1u << 16)	/* of a NIC: nor can a peer make us remember more */
 #define KVIO_NEVER UINT64_MAX	/* a time that does not come */
 
 enum kvio_access {
@@ -32,7 +33,10 @@ enum kvio_access {
 	KVIO_REMOTE_READ = 4,
 };
 
-/* Work completion status: the values of enum ibv_wc_status; CANCELED is ours. */
+/*
+ * Work completion status: the values of enum ibv_wc_status; CANCELED is ours, and so are the two
+ * that say why: LOC_PROT_ERR and REM_ACCESS_ERR of memory that its process keeps to itself.
+ */
 enum kvio_wc_status {
 	KVIO_WC_SUCCESS = 0,
 	KVIO_WC_LOC_LEN_ERR = 1,
@@ -53,6 +57,8 @@ enum kvio_wc_status {
 	KVIO_WC_RESP_TIMEOUT_ERR = 20,
 	KVIO_WC_GENERAL_ERR = 21,
 	KVIO_WC_CANCELED = 64,
+	KVIO_WC_LOC_PRIVATE = 65,
+	KVIO_WC_REM_PRIVATE = 66,
 };
 
 enum kvio_qp_state { KVIO_QP_RESET, KVIO_QP_READY, KVIO_QP_ERROR };
@@ -129,6 +135,7 @@ struct kvio_region_ad {
 struct kvio_rkeys {
 	uint64_t slice_nbytes;
 	const uint8_t *mapping;		/* soft: where its bytes are mapped here; NULL: nowhere */
+	bool is_private;		/* soft: and never were */
 	uint32_t num_rkeys;
 	uint32_t rkeys[];
 };
@@ -316,6 +323,7 @@ int kvio_nic_event_fd(struct kvio_nic *nic);
 /* Complete what can be completed now, on all NICs of the domain. */
 int kvio_nic_drive(struct kvio_nic *nic);
 
+/* -ENOSPC: KVIO_MAX_REGIONS are there already. */
 int kvio_nic_reg(struct kvio_nic *nic, uint64_t addr, uint64_t nbytes, uint32_t access,
 		 uint64_t *key);
 int kvio_nic_dereg(struct kvio_nic *nic, uint64_t key);	/* -EBUSY in flight, -ENOENT unknown */

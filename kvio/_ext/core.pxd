@@ -55,6 +55,9 @@ cdef extern from "kvio/nic.h" nogil:
         KVIO_REMOTE_WRITE
         KVIO_REMOTE_READ
         KVIO_MAX_RAILS
+        KVIO_MAX_REGIONS
+        KVIO_WC_LOC_PRIVATE
+        KVIO_WC_REM_PRIVATE
         KVIO_NIC_BUSY_POLL
     struct kvio_nic:
         pass

@@ -22,7 +22,8 @@ LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ = KVIO_LOCAL_WRITE, KVIO_REMOTE_WRITE, KV
 NUM_VL, MAX_VLARB = KVIO_NUM_VL, KVIO_MAX_VLARB
 STATES = ("reset", "ready", "error")
 RING_NBYTES, PORT_NBYTES = KVIO_SOFT_RING_NBYTES, KVIO_SOFT_PORT_NBYTES
-MAX_RAILS, BUSY_POLL = KVIO_MAX_RAILS, KVIO_NIC_BUSY_POLL
+MAX_RAILS, MAX_REGIONS, BUSY_POLL = KVIO_MAX_RAILS, KVIO_MAX_REGIONS, KVIO_NIC_BUSY_POLL
+ENDPOINT_NBYTES, AD_NBYTES = sizeof(kvio_endpoint), sizeof(kvio_region_ad)
 DROP, DELAY, STATUS = 1, 2, 3               # enum kvio_soft_fault
 
 cdef char *INT32_FORMAT = b"i"
@@ -167,18 +168,20 @@ cdef class Nic:
             length = 4 * room
 
     def info(self) -> dict:
-        """What the provider says of its device; `rails` is a list."""
+        """What the provider says of its device; `rails` is a list. Soft: limits, and no rails."""
         cdef kvio_nic_info c
         self._check_open()
         kvio_nic_look(self._nic, &c)
+        limits = dict(max_sge=c.max_sge, max_sge_rd=c.max_sge_rd, max_msg_nbytes=c.max_msg_nbytes)
+        if self.fabric is not None:
+            return limits | dict(rails=[])
         rails = [dict(device=r.device.decode(), netdev=r.netdev.decode(),
                       link_layer=r.link_layer.decode(), gid_type=r.gid_type.decode(),
                       gid=bytes(r.gid[:16]), gid_index=r.gid_index, numa_node=r.numa_node,
                       port=r.port, mtu=r.mtu, lid=r.lid, uses_wr_api=bool(r.uses_wr_api),
                       bits_per_s=r.bits_per_s) for r in c.rails[:c.num_rails]]
-        return dict(max_sge=c.max_sge, max_sge_rd=c.max_sge_rd, max_rd_atomic=c.max_rd_atomic,
-                    max_msg_nbytes=c.max_msg_nbytes, async_events=c.async_events, pd=c.pd,
-                    context=c.context, rails=rails)
+        return limits | dict(max_rd_atomic=c.max_rd_atomic, async_events=c.async_events, pd=c.pd,
+                             context=c.context, rails=rails)
 
     @property
     def in_flight(self) -> int:
@@ -327,14 +330,15 @@ cdef class Far:
 
 @cython.no_gc_clear
 cdef class QueuePair:
-    """One connection in one traffic class. `label` names it in errors."""
+    """One connection in one traffic class. `label` names it in errors; `gone` says why nothing
+    gets there any more, and what to do."""
     cdef kvio_qp *_qp
     cdef int calls                      # as Nic.calls
     cdef readonly Nic nic
     cdef readonly Nic remote_nic        # held: its memory is read and written through this
     cdef readonly Far far               # or another process's
     cdef readonly uint8_t sl, tclass    # as asked for
-    cdef public str label
+    cdef public str label, gone
     cdef readonly str path              # for errors: from which GIDs to which
 
     def __cinit__(self, Nic nic not None, uint8_t sl, uint8_t tclass, uint32_t depth=0,
@@ -345,8 +349,8 @@ cdef class QueuePair:
             far._check_open()
             params.far = far._far
         check(kvio_qp_create(nic._nic, &params, &self._qp))
-        self.path = ""
-        self.nic, self.far, self.label, self.sl, self.tclass = nic, far, "", sl, tclass
+        self.label, self.gone, self.path = "", "", ""
+        self.nic, self.far, self.sl, self.tclass = nic, far, sl, tclass
 
     def __dealloc__(self):
         # A NIC that was closed has destroyed it already. Busy: the NIC will.
@@ -397,7 +401,7 @@ cdef class QueuePair:
         near = [e["gid"] for e in self.query()["rails"]]
         pairs = [f"{gid_text(gid)} to {gid_text(bytes(ends[i].gid[:16]))}"
                  for i, gid in enumerate(near) if any(gid)]
-        self.path = f", GID {', '.join(pairs)}" if pairs else ""
+        self.path = f" (GID {', '.join(pairs)})" if pairs else ""
 
     def query(self) -> dict:
         """Read back from the device. `ignored`: which of sl and tclass it does not have as asked

@@ -22,8 +22,10 @@ HINTS = {
 }
 HINTS["RESP_TIMEOUT_ERR"] = HINTS["RNR_RETRY_EXC_ERR"] = HINTS["RETRY_EXC_ERR"]
 OTHER_HINT = "see the device's log (dmesg), then call peer.reset()"
-FAR_HINT = (", or that memory is private: other processes can reach only that of a "
-            "BlockPool(shared=True)")
+PRIVATE = "memory is private to its process: others can read only that of a " \
+    "BlockPool(shared=True); call peer.reset() before going on"
+PRIVATE_HINTS = {KVIO_WC_LOC_PRIVATE: f"the local {PRIVATE}",
+                 KVIO_WC_REM_PRIVATE: f"the peer's {PRIVATE}"}
 
 
 @cython.no_gc
@@ -120,15 +122,16 @@ cdef class Batch:
                     completed_ns=self._info.completed_ns if self._info.drained else None)
 
     def explain(self, uint32_t element) -> str:
-        """Why an element failed: work completion status by name, where, and what to try."""
+        """Why an element failed: work completion status by name, from which GID to which, and what
+        to try. Whose it was the transfer's own name says."""
         if element >= self._info.count:
             raise IndexError(element)
-        name = wc_name(self._info.codes[element])
-        hint = HINTS.get(name, OTHER_HINT)
-        if self.qp.far is not None and self.qp.nic.fabric is not None and \
-                name in ("LOC_PROT_ERR", "REM_ACCESS_ERR"):
-            hint = hint.replace("; call", FAR_HINT + "; call")
-        return f"{name} ({self.qp.label}{self.qp.path}): {hint}"
+        code = self._info.codes[element]
+        name = wc_name(code)
+        hint = PRIVATE_HINTS.get(code) or HINTS.get(name, OTHER_HINT)
+        if self.qp.gone and name in ("WR_FLUSH_ERR", "RETRY_EXC_ERR"):
+            hint = self.qp.gone
+        return f"{name}{self.qp.path}: {hint}"
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         if flags & PyBUF_WRITABLE:

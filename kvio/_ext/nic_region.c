@@ -32,8 +32,6 @@ static int table_grow(struct kvio_table *table, uint32_t length)
 {
 	struct kvio_region **larger;
 
-	if (length > KVIO_INDEX_MASK)
-		return -ENOSPC;
 	larger = realloc(table->regions, length * sizeof(*larger));
 	if (!larger)
 		return -ENOMEM;
@@ -46,7 +44,7 @@ static int table_grow(struct kvio_table *table, uint32_t length)
 /* The first free place. */
 static int region_place(struct kvio_table *table, uint32_t *index)
 {
-	uint32_t length = table->length;
+	uint32_t length = table->length, larger = 2 * length + 8;
 
 	for (uint32_t i = 0; i < length; i++) {
 		if (!table->regions[i]) {
@@ -54,8 +52,10 @@ static int region_place(struct kvio_table *table, uint32_t *index)
 			return 0;
 		}
 	}
+	if (length >= KVIO_MAX_REGIONS)
+		return -ENOSPC;
 	*index = length;
-	return table_grow(table, 2 * length + 8);
+	return table_grow(table, larger < KVIO_MAX_REGIONS ? larger : KVIO_MAX_REGIONS);
 }
 
 int kvio_nic_reg(struct kvio_nic *nic, uint64_t addr, uint64_t nbytes, uint32_t access,
@@ -158,8 +158,6 @@ int64_t kvio_nic_describe(struct kvio_nic *nic, uint64_t key, void *out, size_t 
 
 /* ---- and what they tell us ---- */
 
-#define FAR_REGIONS (1u << 16)		/* a peer cannot make us allocate more places */
-
 int kvio_far_open(struct kvio_nic *nic, uint32_t num_rails, struct kvio_far **out)
 {
 	struct kvio_far *far = calloc(1, sizeof(*far));
@@ -187,7 +185,7 @@ static bool is_sound(const struct kvio_far *far, const struct kvio_region_ad *ad
 	uint64_t slices;
 
 	if (ad->key == 0 || ad->addr == 0 || ad->nbytes == 0 || ad->addr + ad->nbytes < ad->addr ||
-	    ad->slice_nbytes == 0 || ((uint32_t)ad->key & KVIO_INDEX_MASK) >= FAR_REGIONS ||
+	    ad->slice_nbytes == 0 || ((uint32_t)ad->key & KVIO_INDEX_MASK) >= KVIO_MAX_REGIONS ||
 	    ad->access & ~(uint32_t)(KVIO_LOCAL_WRITE | KVIO_REMOTE_WRITE | KVIO_REMOTE_READ))
 		return false;
 	slices = (ad->nbytes - 1) / ad->slice_nbytes + 1;
@@ -209,6 +207,7 @@ static struct kvio_region *region_from(const struct kvio_region_ad *ad, const vo
 	}
 	keys->slice_nbytes = ad->slice_nbytes;
 	keys->mapping = mapping;
+	keys->is_private = !mapping;
 	keys->num_rkeys = ad->num_rkeys;
 	memcpy(keys->rkeys, rkeys, nbytes);
 	*region = (struct kvio_region){

@@ -256,7 +256,7 @@ void soft_far_qp_destroy(struct soft_qp *qp)
 uint32_t soft_far_load(struct soft_qp *qp, struct soft_wqe *wqe)
 {
 	const struct kvio_region *region;
-	const uint8_t *mapping;
+	const struct kvio_rkeys *keys;
 
 	if (qp->is_shadow)
 		return KVIO_WC_SUCCESS;		/* its addresses are ours already */
@@ -267,10 +267,10 @@ uint32_t soft_far_load(struct soft_qp *qp, struct soft_wqe *wqe)
 	if (wqe->wr.length == 0)
 		return KVIO_WC_SUCCESS;
 	region = kvio_region_find(qp->base.peer, wqe->wr.rkey);
-	mapping = kvio_rkeys_of(region)->mapping;
-	if (!mapping)
-		return KVIO_WC_REM_ACCESS_ERR;	/* private memory of another process */
-	qp->far = (uint8_t *)(uintptr_t)mapping + (wqe->wr.remote_addr - region->addr);
+	keys = kvio_rkeys_of(region);
+	if (!keys->mapping)			/* or it has been taken back */
+		return keys->is_private ? KVIO_WC_REM_PRIVATE : KVIO_WC_REM_ACCESS_ERR;
+	qp->far = (uint8_t *)(uintptr_t)keys->mapping + (wqe->wr.remote_addr - region->addr);
 	return KVIO_WC_SUCCESS;
 }
 

@@ -140,18 +140,22 @@ static void copy_slot(union far_slot *out, const struct soft_link *link, uint32_
 	__asm__ volatile("" ::: "memory");	/* from now on the copy, whatever they do to it */
 }
 
-/* Where bytes of the other end's memory are mapped here; NULL: they are not. */
-static uint64_t reach(const struct soft_link *link, uint64_t key, uint64_t addr, uint32_t length,
+/* `addr` becomes where those bytes of the other end's memory are mapped here. */
+static uint32_t reach(const struct soft_link *link, uint64_t key, uint64_t *addr, uint32_t length,
 		      struct kvio_region **held)
 {
 	struct kvio_region *region = kvio_region_find(&link->far->base->table, key);
-	const uint8_t *mapping = region ? kvio_rkeys_of(region)->mapping : NULL;
+	const struct kvio_rkeys *keys;
 
-	if (!mapping || !kvio_region_covers(region, addr, length))
-		return 0;
+	if (!region || !kvio_region_covers(region, *addr, length))
+		return KVIO_WC_LOC_PROT_ERR;
+	keys = kvio_rkeys_of(region);
+	if (!keys->mapping)
+		return keys->is_private ? KVIO_WC_LOC_PRIVATE : KVIO_WC_LOC_PROT_ERR;
 	region->holds++;
 	*held = region;
-	return (uint64_t)(uintptr_t)mapping + (addr - region->addr);
+	*addr = (uint64_t)(uintptr_t)keys->mapping + (*addr - region->addr);
+	return KVIO_WC_SUCCESS;
 }
 
 /* The checks of soft_check, for a request that came in; its addresses become ours, and the regions
@@ -159,26 +163,23 @@ static uint64_t reach(const struct soft_link *link, uint64_t key, uint64_t addr,
 static uint32_t resolve(struct soft_link *link, struct kvio_wr *wr, struct kvio_region **held)
 {
 	struct kvio_region *target;
+	uint32_t status = KVIO_WC_SUCCESS;
 	uint64_t sum = 0;
 
 	memset(held, 0, (FAR_SGES + 1) * sizeof(*held));
 	if (wr->length == 0)
 		return KVIO_WC_SUCCESS;
-	if (wr->num_sge == 0) {
-		wr->local_addr = reach(link, wr->lkey, wr->local_addr, wr->length, &held[1]);
-		if (!wr->local_addr)
-			return KVIO_WC_LOC_PROT_ERR;
-	}
-	for (uint32_t i = 0; i < wr->num_sge; i++) {
+	if (wr->num_sge == 0)
+		status = reach(link, wr->lkey, &wr->local_addr, wr->length, &held[1]);
+	for (uint32_t i = 0; i < wr->num_sge && status == KVIO_WC_SUCCESS; i++) {
 		struct kvio_sge *sge = &link->shadow.sges[wr->sge_first + i];
 
 		sum += sge->length;
-		if (sge->length == 0)
-			continue;
-		sge->addr = reach(link, sge->lkey, sge->addr, sge->length, &held[1 + i]);
-		if (!sge->addr)
-			return KVIO_WC_LOC_PROT_ERR;
+		if (sge->length)
+			status = reach(link, sge->lkey, &sge->addr, sge->length, &held[1 + i]);
 	}
+	if (status != KVIO_WC_SUCCESS)
+		return status;
 	if (wr->num_sge && sum != wr->length)
 		return KVIO_WC_REM_INV_REQ_ERR;
 	target = kvio_region_find(&link->qp->base.nic->table, wr->rkey);

@@ -250,6 +250,12 @@ int kvio_soft_fault(struct kvio_nic *base, uint32_t fault, uint64_t nth, uint64_
 	return rc;
 }
 
+static void soft_info(struct kvio_nic *base, struct kvio_nic_info *out)
+{
+	out->max_sge = out->max_sge_rd = base->max_sge;
+	out->max_msg_nbytes = UINT32_MAX;	/* all that a work request can say */
+}
+
 const struct kvio_nic_ops kvio_soft_ops = {
 	.name = "soft",
 	.open = soft_open,
@@ -273,4 +279,5 @@ const struct kvio_nic_ops kvio_soft_ops = {
 	.event_fd = soft_event_fd,
 	.arm = soft_arm,
 	.counters = soft_counters,
+	.info = soft_info,
 };

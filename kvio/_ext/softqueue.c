@@ -125,8 +125,8 @@ void soft_finish(struct soft_qp *qp, uint64_t end, uint32_t status)
 	}
 	soft_fail(qp);
 	/* A responder that refuses an access is in error as well, as on hardware. */
-	if (remote && (status == KVIO_WC_REM_ACCESS_ERR || status == KVIO_WC_REM_INV_REQ_ERR ||
-		       status == KVIO_WC_REM_OP_ERR))
+	if (remote && (status == KVIO_WC_REM_ACCESS_ERR || status == KVIO_WC_REM_PRIVATE ||
+		       status == KVIO_WC_REM_INV_REQ_ERR || status == KVIO_WC_REM_OP_ERR))
 		soft_fail(remote);
 }
 

@@ -8,11 +8,13 @@ import socket
 import stat
 import struct
 import threading
+import time
 
 from kvio.errors import InvalidArgument, TransferError
 
 SIOCGIFADDR = 0x8915
 LOOPBACK = "127.0.0.1"
+RESOLVE_S = 10.0                # how long a name may take where nobody has set a timeout
 
 
 def parse(address) -> tuple[str, int | str]:
@@ -35,17 +37,46 @@ def parse(address) -> tuple[str, int | str]:
     return host or LOOPBACK, int(port)
 
 
-def resolve(host: str, port: int) -> tuple:
-    """(family, sockaddr) of a host or of one of our network interfaces. TransferError."""
+def resolve(host: str, port: int, timeout: float = RESOLVE_S) -> tuple:
+    """(family, sockaddr) of a host or of one of our network interfaces. TransferError; ETIMEDOUT
+    if whoever knows names has said nothing after `timeout` seconds."""
     name = host.removesuffix("%")
     if name in (each for _, each in socket.if_nameindex()):
         host = _address_of(name)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = _look_up(host, port, timeout)
     except (OSError, UnicodeError) as failed:
+        if isinstance(failed, TransferError):
+            raise
         raise TransferError(errno.EHOSTUNREACH, f"no address is known for {host!r}: {failed}"
                             ) from None
     return found[0][0], found[0][4]
+
+
+def _look_up(host, port, timeout):
+    """getaddrinfo has no timeout of its own, and may wait for name servers for minutes. A thread
+    that it holds up is left to itself."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        pass                                    # it is a name
+    made = []
+
+    def look():
+        try:
+            made.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except Exception as failed:
+            made.append(failed)
+    thread = threading.Thread(target=look, name=f"kvio resolves {host}", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if not made:
+        raise TransferError(errno.ETIMEDOUT, f"no address is known for {host!r}: no name server "
+                            f"has answered within {timeout:.3g} s; see /etc/resolv.conf, or give "
+                            "the address in numbers")
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]
 
 
 def _address_of(interface):
@@ -145,23 +176,52 @@ def _is_abandoned(path):
 
 
 def connect(address, secret, timeout) -> socket.socket:
-    """A connected socket. TransferError says why not."""
+    """A connected socket, within `timeout` seconds, names looked up. TransferError says why not."""
+    deadline = time.monotonic() + timeout
     host, port = parse(address)
-    family, sockaddr = (socket.AF_UNIX, port) if host == "unix" else resolve(host, port)
-    if host != "unix":
+    if host == "unix":
+        family, sockaddr = socket.AF_UNIX, port
+    else:
+        family, sockaddr = resolve(host, port, timeout)
         _need_secret(address, sockaddr, secret)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.settimeout(timeout)
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
         sock.connect(sockaddr)
     except OSError as failed:
         sock.close()
-        if failed.errno in (errno.ECONNREFUSED, errno.ENOENT):
-            raise TransferError(errno.ECONNREFUSED, f"nobody listens at {address!r}; call listen "
-                                "first") from None
+        if host == "unix":
+            raise _no_socket(port, failed) from None
+        if failed.errno == errno.ECONNREFUSED:
+            raise TransferError(failed.errno, f"nobody listens at {address!r}; call listen first"
+                                ) from None
         raise TransferError(failed.errno or errno.ETIMEDOUT, f"cannot connect to {address!r}"
                             ) from None
     return sock
+
+
+def _no_socket(path, failed):
+    """Why nobody answers at a path."""
+    if failed.errno == errno.ENOENT:
+        why = f"there is no socket {path!r}: call listen(\"unix:{path}\") first, in a process that " \
+            "sees the same directory"
+        return TransferError(errno.ECONNREFUSED, why)
+    if failed.errno == errno.ECONNREFUSED:
+        why = "was left by a listener that is no more; listen there again" if _is_socket(path) \
+            else "is there, and no socket; connect to the path that is listened at"
+        return TransferError(failed.errno, f"nobody listens at \"unix:{path}\": {path!r} {why}")
+    if failed.errno in (errno.EACCES, errno.EPERM):
+        return TransferError(failed.errno, f"this user may not open the socket {path!r}: it is "
+                             f"{_owner_of(path)}, and both ends must be the same user, who may "
+                             "enter its directory")
+    return TransferError(failed.errno or errno.ETIMEDOUT, f"cannot connect to \"unix:{path}\"")
+
+
+def _owner_of(path):
+    try:
+        return f"that of user {os.lstat(path).st_uid} and we are {os.geteuid()}"
+    except OSError:
+        return f"in a directory that user {os.geteuid()} may not enter"
 
 
 class Names:

@@ -4,7 +4,10 @@ The handshake (remote.py) is the same for all providers. It asks the carrier of 
 the other end needs, and gives the other end's answer back. Descriptors of open files can only
 travel over a Unix socket, so only "soft" uses them.
 """
+import os
+
 from kvio._ext import nic as _nic
+from kvio.errors import InvalidArgument
 
 
 class Carrier:
@@ -23,6 +26,7 @@ class Carrier:
     def attach(self, num_rails: int, offer: dict, fds: list) -> _nic.Far:
         """The other end's offer is here (we own its fds, and close them if we raise): the table
         for its regions, in which queue pairs can then be created."""
+        self._refuse(*fds)
         return _nic.Far(self.nic._ext, num_rails)
 
     def describe(self, region) -> tuple[bytes, int | None]:
@@ -31,7 +35,15 @@ class Carrier:
 
     def add(self, far, ad: bytes, fd: int | None) -> None:
         """A region of the other end: into the table. OSError (EINVAL) or ValueError: malformed."""
+        self._refuse(*(() if fd is None else (fd,)))
         far.add(ad)
+
+    def _refuse(self, *fds):
+        """Nobody needs them; a peer at a Unix socket may send some all the same."""
+        for fd in fds:
+            os.close(fd)
+        if fds:
+            raise InvalidArgument("the other end has sent descriptors, which nothing is made of")
 
     def remove(self, far, key: int) -> None:
         """The other end has taken it back. OSError EBUSY: a transfer in flight names it."""

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from kvio.errors import InvalidArgument
 
 
+MAX_CLASSES, MAX_NAME = 64, 200         # of one connection; characters
+
+
 @dataclass(frozen=True)
 class TrafficClass:
     """A named class of traffic: its service level (0..15) and its GRH traffic class / IP ToS
@@ -15,9 +18,9 @@ class TrafficClass:
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name.isprintable() or \
-                not 0 < len(self.name) <= 200:
-            raise InvalidArgument(f"the name of a traffic class has 1 to 200 printable characters, "
-                                  f"not {self.name!r:.300}")
+                not 0 < len(self.name) <= MAX_NAME:
+            raise InvalidArgument(f"the name of a traffic class has 1 to {MAX_NAME} printable "
+                                  f"characters, not {self.name!r:.300}")
         for value, most in (self.sl, 15), (self.tclass, 255):
             if not isinstance(value, int) or not 0 <= value <= most:
                 raise InvalidArgument(f"traffic class {self.name!r}: sl must lie in 0..15 and "
@@ -29,7 +32,7 @@ KV = TrafficClass("kv", 2, 32)          # not SL 3: expert-parallel kernels use 
 
 
 def class_list(classes) -> tuple:
-    """A checked tuple: not empty, all TrafficClass, distinct names."""
+    """A checked tuple: not empty, not too many, all TrafficClass, distinct names."""
     try:
         classes = tuple(classes)
         names = {c.name for c in classes}
@@ -38,4 +41,7 @@ def class_list(classes) -> tuple:
     if not classes or len(names) != len(classes):
         raise InvalidArgument("classes must be a non-empty list of TrafficClass with distinct "
                               f"names, not {classes!r}")
+    if len(classes) > MAX_CLASSES:
+        raise InvalidArgument(f"{len(classes)} traffic classes; a connection has at most "
+                              f"{MAX_CLASSES}")
     return classes

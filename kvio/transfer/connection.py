@@ -11,12 +11,15 @@ import struct
 import time
 import weakref
 
+from kvio._ext import nic as ext
 from kvio.errors import Closed, InvalidArgument, KvioError, TransferError
 from kvio.transfer import frames, handshake, links
+from kvio.transfer.bodies import AD_PART_NBYTES
 from kvio.transfer.frames import INITIATOR, broken
 
 PART_S = 1.0                    # how long a peer has to answer BYE
 MAX_DEFERRED = 65536            # regions that wait for a transfer to let go of an older one
+MAX_AD_NBYTES = 4 << 20         # of a region's description, in all its frames
 
 
 class Connection:
@@ -35,7 +38,8 @@ class Connection:
         self.steps = steps(self.codec, secret, self.link, classes)
         self.peer, self.is_live, self.parting = None, False, False
         self.told, self._unheard = set(), {}            # keys; (kind, key) -> waiters
-        self._requests, self._next_request = {}, 0      # id -> waiter
+        self._requests, self._next_request = {}, 0      # id -> (waiter, what is an answer)
+        self._ad = bytearray()                          # of a region that has not all come yet
         self._deferred = collections.deque()
         self._parted = []                               # waiters for the end
 
@@ -71,8 +75,6 @@ class Connection:
                 return
             kind, body = frame
             count = body.get("fds", 0) if self.codec.key else 0
-            if type(count) is not int:
-                raise broken("a number of descriptors that is none")
             self._frame(kind, body, self.stream.claim(count))
 
     def late(self):
@@ -145,6 +147,12 @@ class Connection:
     def _frame(self, kind, body, fds):
         if self.steps is not None:
             return self._step((kind, body, fds))
+        if kind == frames.REGION:
+            body = self._gather(body, fds)
+            if "more" in body:
+                return
+        elif self._ad:
+            raise broken("a region's description has no end")
         frame = kind, body, fds
         if kind == frames.REGION or kind == frames.GONE:
             if self._deferred:
@@ -157,22 +165,39 @@ class Connection:
         if kind == frames.READY:
             self._on_ready(body)
         elif kind == frames.ACK:
-            for waiter in self._unheard.pop((body.get("of"), body.get("key")), ()):
+            for waiter in self._unheard.pop((body["of"], body["key"]), ()):
                 waiter.answered(self)
         elif kind == frames.RESET and self.peer is not None:
             peer = self.peer()
             answer = peer.on_reset(body) if peer is not None else {"closed": True}
-            self.send(frames.ANSWER, answer | {"id": body.get("id")})
+            self.send(frames.ANSWER, answer | {"id": body["id"]})
         elif kind == frames.ANSWER:
-            waiter = self._requests.pop(body.get("id"), None)
-            if waiter is not None:
-                waiter.finish(body)
+            self._on_answer(body)
         elif kind == frames.BYE:
             self.die(Closed("the other end has closed the connection"))
         elif kind == frames.REFUSE:
             raise handshake.refused(body)
         else:
             raise broken(f"frame {kind} has no place here")
+
+    def _on_answer(self, body):
+        waiter, fits = self._requests.get(body["id"], (None, None))
+        if waiter is None or not (body.keys() & {"busy", "closed", "collision"} or fits(body)):
+            raise broken("an answer to nothing that was asked")
+        del self._requests[body["id"]]
+        waiter.finish(body)
+
+    def _gather(self, body, fds):
+        """A description that is too long for one frame comes in several, the last one without
+        "more" and with the descriptor."""
+        self._ad += body["ad"]
+        if len(self._ad) > MAX_AD_NBYTES or "more" in body and fds:
+            for fd in fds:
+                os.close(fd)
+            raise broken("a region is described at too great a length")
+        if "more" not in body:
+            body, self._ad = {"ad": bytes(self._ad)}, bytearray()
+        return body
 
     def _defer(self, frame):
         if len(self._deferred) >= MAX_DEFERRED:
@@ -201,9 +226,7 @@ class Connection:
         """REGION or GONE. False: a transfer in flight names the region, try again."""
         kind, body, fds = frame
         if kind == frames.GONE:
-            key = handshake.expect(frame, kind).get("key")
-            if type(key) is not int or not 0 <= key < 1 << 64:
-                raise broken("GONE without a key")
+            key = handshake.expect(frame, kind)["key"]
             carrier, far = self._far()
             try:
                 carrier.remove(far, key)
@@ -212,17 +235,15 @@ class Connection:
                     return False
                 raise broken("a region that was not there is gone") from None
         else:
-            key = self._add(body, fds)
+            key = self._add(body["ad"], fds)
         self.send(frames.ACK, {"of": kind, "key": key})
         return True
 
-    def _add(self, body, fds):
+    def _add(self, ad, fds):
         try:
             carrier, far = self._far()
-            ad, wrong = body.get("ad"), len(fds) > 1
-            ad = bytes.fromhex(ad) if isinstance(ad, str) else b""
-            if wrong or len(ad) < 8:
-                raise broken("a region is malformed")
+            if len(ad) < ext.AD_NBYTES:
+                raise broken("the description of a region is cut short")
         except BaseException:
             for fd in fds:
                 os.close(fd)
@@ -260,7 +281,11 @@ class Connection:
         self.told.add(key)
         self._unheard[frames.REGION, key] = []
         fds = () if fd is None else (fd,)
-        self.send(frames.REGION, {"ad": ad.hex(), "fds": len(fds)}, fds)
+        for at in range(0, len(ad) - AD_PART_NBYTES, AD_PART_NBYTES):
+            self.send(frames.REGION, {"ad": ad[at:at + AD_PART_NBYTES].hex(), "more": True,
+                                      "fds": 0})
+        last = (len(ad) - 1) % AD_PART_NBYTES + 1
+        self.send(frames.REGION, {"ad": ad[-last:].hex(), "fds": len(fds)}, fds)
         return self._wait_too(frames.REGION, key, waiter)
 
     def retract(self, key, waiter) -> bool:
@@ -278,12 +303,13 @@ class Connection:
         waiters.append(waiter)
         return True
 
-    def request(self, body, waiter) -> None:
-        """A question to the other end's control thread."""
+    def request(self, body, fits, waiter) -> None:
+        """A question to the other end's control thread. `fits`: is this body an answer to it, if
+        it is no refusal?"""
         if self not in self.control.connections:
             return waiter.finish(error=Closed("the connection is over"))
         self._next_request += 1
-        self._requests[self._next_request] = waiter
+        self._requests[self._next_request] = waiter, fits
         self._guard(self.send, frames.RESET, body | {"id": self._next_request})
 
     # ---- the end
@@ -338,7 +364,7 @@ class Connection:
         for waiters in self._unheard.values():
             for waiter in waiters:
                 waiter.answered(self)
-        for waiter in self._requests.values():
+        for waiter, _ in self._requests.values():
             waiter.finish(error=Closed("the connection is over"))
         for waiter in self._parted:
             waiter.finish()

@@ -5,7 +5,7 @@
 Until both ends have a session key there is no tag; each of those frames goes into the transcript
 instead, over which the key is proven and derived. Afterwards the tag is HMAC-SHA256 over sender,
 sequence number, kind and body, so that a frame that was altered, repeated, left out, reordered or
-sent back is not one of the other end's.
+sent back is not one of the other end's. What bodies may say stands in bodies.py.
 
 `Codec` is bytes in, frames out, no I/O; `Stream` is a socket that never blocks.
 """
@@ -20,23 +20,17 @@ import socket
 import struct
 
 from kvio.errors import TransferError
-
-(HELLO, PROOF, REFUSE, OFFER, CONNECT, ACCEPT, READY,
- REGION, GONE, ACK, RESET, ANSWER, BYE) = range(1, 14)
+from kvio.transfer.bodies import (ACCEPT, ACK, ANSWER, BYE, CONNECT, GONE, HELLO,  # noqa: F401
+                                  MAX_FDS, OFFER, PROOF, READY, REFUSE, REGION, RESET, broken,
+                                  checked)
 
 INITIATOR, TARGET = 0, 1
 MAX_FRAME = 1 << 20
 MAX_FIRST_FRAME = 2048              # before a peer has proven anything
-MAX_FDS = 32                        # received and not claimed by a frame yet
 MAX_QUEUED = 16 << 20               # bytes for a peer that does not read
 TAG_NBYTES = 32
 _HEAD = struct.Struct("!IB")
 _READ_NBYTES = 65536
-
-
-def broken(why: str) -> TransferError:
-    """What the other end sent is no frame, or none that belongs here."""
-    return TransferError(errno.EPROTO, f"the control connection is broken: {why}")
 
 
 class Codec:
@@ -81,7 +75,8 @@ class Codec:
         self._input += data
 
     def next(self) -> tuple[int, dict] | None:
-        """The next frame of the other end, kind and body. TransferError EPROTO: not one."""
+        """The next frame of the other end: kind, and body as `bodies.checked` gives it.
+        TransferError EPROTO: not one."""
         if len(self._input) < _HEAD.size:
             return None
         length, kind = _HEAD.unpack_from(self._input)
@@ -98,7 +93,7 @@ class Codec:
                 raise broken("a frame was altered, repeated, reordered or lost on its way")
         else:
             self._transcript.update(head + frame)
-        return kind, _parse(frame)
+        return kind, checked(kind, _parse(frame))
 
 
 def _parse(text):

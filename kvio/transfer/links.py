@@ -1,6 +1,7 @@
 """The NIC's part of a connection to another process: queue pairs and the far table in the making
 (`Link`), and what users get of them (`RemotePeer`)."""
 import errno
+import os
 import random
 import threading
 import time
@@ -8,6 +9,8 @@ import time
 from kvio.errors import Busy, Closed, InvalidArgument, TransferError
 from kvio.transfer import handshake
 from kvio.transfer.carrier import Carrier
+from kvio.transfer.classes import MAX_NAME
+from kvio.transfer.frames import broken
 from kvio.transfer.peer import Peer, queue_pairs
 
 STUCK_S = 5.0                   # how long reset waits for an answer
@@ -33,12 +36,15 @@ class Link:
 
     def offer(self) -> tuple[dict, list]:
         data, fds = self.carrier.offer()
-        return {"name": self.nic.name[:handshake.MAX_NAME], "mtu": self.nic.mtu,
+        name = "".join(c if c.isprintable() else "?" for c in self.nic.name[:MAX_NAME])
+        return {"name": name or "?", "mtu": self.nic.mtu,
                 "rails": self.num_rails, "epoch": self.epoch, "carrier": data}, fds
 
     def attach(self, classes, theirs: dict, fds) -> None:
         """The other end's offer is here: its far table and our queue pairs."""
         if bool(theirs["rails"]) != bool(self.num_rails):
+            for fd in fds:
+                os.close(fd)
             raise InvalidArgument("one end is a soft NIC and the other is not: they share no "
                                   "network")
         self.theirs, self.classes = theirs, classes
@@ -118,10 +124,10 @@ class RemotePeer(Peer):
         if not self._qps:
             raise self._closed()
 
-    def _explain(self, wrong, opcode, traffic_class):
+    def _explain(self, wrong, *posted):
         if not self._qps and not self.nic._ext.closed:
             return self._closed()
-        return super()._explain(wrong, opcode, traffic_class)
+        return super()._explain(wrong, *posted)
 
     def query(self) -> dict:
         """As of any peer; `remote_sl` and `remote_tclass` are what the other end's device said
@@ -146,39 +152,39 @@ class RemotePeer(Peer):
         """False: the other end is at it too."""
         with self._resetting:
             self._check_open()
-            answer = self._ask({"step": "look", "classes": self._failed()})
+            failed = self._failed()
+            self._check_idle("reset", failed)
+            answer = self._ask({"look": failed}, lambda answer: "failed" in answer)
             if "collision" in answer:
                 return False
-            names = [name for name in self._qps if name in answer.get("failed", ())]
+            names = [name for name in self._qps if name in (*failed, *answer["failed"])]
             self._check_idle("reset", names)
-            self._check_answer(answer)
             if not names:
                 return True
-            answer = self._ask({"step": "join"} | handshake.as_hex(self._fresh(names)))
+            answer = self._ask({"join": handshake.as_hex(self._fresh(names))},
+                               lambda answer: answer.get("endpoints", {}).keys() == set(names))
             if "collision" in answer:
                 return False
-            self._check_answer(answer)
             for name, raw in handshake.endpoints_of(answer, names).items():
                 self._connect(name, raw)
             return True
 
-    def _check_answer(self, answer):
-        if answer.get("busy"):
-            raise Busy(f"{self.remote_name}: transfers of the other end are in flight; wait for "
-                       "them, then reset")
-        if answer.get("closed"):
-            raise self._closed()
-
-    def _ask(self, body) -> dict:
+    def _ask(self, body, fits) -> dict:
+        """What the other end answers: a collision, or what `fits`. Busy, Closed."""
         connection = self._other
         try:
-            answer = connection.control.ask(lambda waiter: connection.request(body, waiter),
+            answer = connection.control.ask(lambda waiter: connection.request(body, fits, waiter),
                                             STUCK_S)
         except Closed:
             raise self._closed() from None
         if answer is None:
             raise TransferError(errno.ETIMEDOUT, f"{self.remote_name} has not answered for "
                                 f"{STUCK_S:g} s: its process is stopped or its host is away")
+        if "busy" in answer.result:
+            raise Busy(f"{self.remote_name}: transfers of the other end are in flight; wait for "
+                       "them, then reset")
+        if "closed" in answer.result:
+            raise self._closed()
         return answer.result
 
     def _failed(self):
@@ -209,23 +215,23 @@ class RemotePeer(Peer):
                                 f"cannot connect to {self.remote_name} again: {failed}") from None
 
     def on_reset(self, body) -> dict:
-        """The other end resets: our half, in the control thread."""
+        """The other end resets: our half, in the control thread; what ANSWER says."""
         if not self._resetting.acquire(blocking=False):
             return {"collision": True}
         try:
-            if body.get("step") == "look":
-                asked = body.get("classes")
-                asked = asked if isinstance(asked, list) else []
-                names = [name for name in self._qps if name in asked + self._failed()]
-                return {"failed": names, "busy": self._busy(names)}
-            names = [name for name in self._qps if name in (body.get("endpoints") or ())]
-            theirs = handshake.endpoints_of(body, names)
+            if "look" in body:
+                names = [name for name in self._qps if name in (*body["look"], *self._failed())]
+                return {"busy": True} if self._busy(names) else {"failed": names}
+            theirs = body["join"]
+            names = [name for name in self._qps if name in theirs]
+            if len(names) != len(theirs):
+                raise broken("endpoints of classes that are not there")
             if self._busy(names):
-                return {"busy": names}
+                return {"busy": True}
             ours = self._fresh(names)
             for name, raw in theirs.items():
                 self._connect(name, raw)
-            return handshake.as_hex(ours)
+            return {"endpoints": handshake.as_hex(ours)}
         except Busy:
             return {"busy": True}
         finally:
@@ -266,7 +272,7 @@ class RemotePeer(Peer):
         if self.far is not None and not self.nic._ext.closed:
             self.carrier.lost(self.far)
         for qp in self._dying.values():
-            qp.label += " (which has gone: connect again)"
+            qp.gone = "the peer has gone: connect again"
             try:
                 qp.fail()
             except (OSError, ValueError):

@@ -10,6 +10,7 @@ from kvio._ext import nic as _nic
 from kvio.errors import BackendUnavailable, Busy, Closed, InvalidArgument, TransferError
 from kvio.transfer import device, remote, verbs
 from kvio.transfer.classes import COLLECTIVE, KV, TrafficClass, class_list
+from kvio.transfer.connection import MAX_AD_NBYTES
 from kvio.transfer.fabric import Fabric
 from kvio.transfer.peer import Listener, Peer
 
@@ -129,9 +130,23 @@ class Nic:
         except OSError as failed:
             raise TransferError(failed.errno, verbs.why_not_registered(
                 self.name, region, failed.errno)) from None
+        self._check_description(region)
         if self._control is not None:
             self._control.announce(region.key)
         return region
+
+    def _check_description(self, region):
+        """Peers can only be told of so much: refused here, and not where a peer connects."""
+        if self.provider == "soft" or not region.access & (Access.REMOTE_READ
+                                                           | Access.REMOTE_WRITE):
+            return
+        nbytes = len(self._ext.describe(region.key))
+        if nbytes > MAX_AD_NBYTES:
+            self._ext.dereg(region.key)
+            raise TransferError(errno.EMSGSIZE, f"{self.name}: a region of {region.nbytes} bytes in "
+                                f"so many registrations takes {nbytes} bytes to describe, and peers "
+                                f"take {MAX_AD_NBYTES}: register it in parts, or with larger "
+                                "KVIO_IB_SLICE_BYTES")
 
     def _region_of(self, obj) -> Region:
         span = None if isinstance(obj, memory.Region) else device.span_of(obj)
@@ -216,7 +231,8 @@ class Nic:
             listener = self.fabric._addresses.get(address)
         if listener is None:
             raise TransferError(errno.ECONNREFUSED, f"{self.name}: nobody listens at {address!r} "
-                                "on this fabric; call listen first")
+                                "on this fabric; "
+                                + remote.what_is_missing(address, '"unix:PATH"'))
         if listener.classes is not None and listener.classes != classes:
             raise InvalidArgument(f"{address!r} has the traffic classes {listener.classes}, not "
                                   f"{classes}: both ends need the same list")
@@ -258,8 +274,9 @@ class Nic:
 
     def info(self) -> dict:
         """What the device says of itself, plain data: `rails` (device, port, GID and its index and
-        type, link, MTU, ...), limits, and the addresses of the library's `pd` and `context`, for
-        other libraries in this process. Nothing of that for soft."""
+        type, link, MTU, ...), limits (`max_sge` of a WRITE, `max_sge_rd` of a READ,
+        `max_msg_nbytes`, ...), and the addresses of the library's `pd` and `context`, for other
+        libraries in this process. A soft NIC has those three limits and no rails."""
         self._check_open()
         return {"provider": self.provider, "name": self.name, **self._ext.info()}
 

@@ -1,6 +1,8 @@
 """Connections: one queue pair per traffic class to another NIC."""
 import errno
 
+import numpy as np
+
 from kvio._ext import nic as _nic
 from kvio.completion import Transfer
 from kvio.errors import Busy, Closed, InvalidArgument, TransferError
@@ -43,6 +45,18 @@ def queue_pairs(nic, remote_name, classes, far=None, made=None) -> dict:
         made[c.name] = qp = _nic.QueuePair(nic._ext, c.sl, c.tclass, far=far)
         qp.label = f"NIC {nic.name}, peer {remote_name}, class {c.name}"
     return made
+
+
+def _other_opcode(opcode, descriptors, others):
+    """What to say of work requests `others`, which are not of this opcode."""
+    names = {READ: "READ", WRITE: "WRITE"}
+    wrs = getattr(descriptors, "wrs", descriptors)
+    first, wanted = int(wrs["opcode"][others[0]]), names[opcode]
+    found = names.get(first, f"of opcode {first}")
+    return (f"peer.{wanted.lower()} takes {wanted} descriptors, and "
+            f"{'these are' if len(others) == len(wrs) else f'element {others[0]} is'} {found}; "
+            f"nothing was posted: build them with kvio.{wanted}"
+            + (f", or call peer.{found.lower()}" if first in names else ""))
 
 
 class Peer:
@@ -104,10 +118,10 @@ class Peer:
             if not isinstance(wrong, (OSError, ValueError, TypeError, BufferError, AttributeError,
                                       KeyError)):
                 raise
-            raise self._explain(wrong, opcode, traffic_class) from None
+            raise self._explain(wrong, opcode, traffic_class, descriptors) from None
         return transfer
 
-    def _explain(self, wrong, opcode, traffic_class):
+    def _explain(self, wrong, opcode, traffic_class, descriptors):
         if isinstance(wrong, InvalidArgument):
             return wrong
         self.nic._check_open()
@@ -120,10 +134,13 @@ class Peer:
             return TransferError(wrong.errno, f"cannot post to {self.remote_name}")
         if not isinstance(wrong, OSError):
             return InvalidArgument(f"descriptors must be a contiguous array of WR_DTYPE: {wrong}")
-        only = {READ: "READ", WRITE: "WRITE"}.get(opcode, "valid")
+        others = np.flatnonzero(getattr(descriptors, "wrs", descriptors)["opcode"] != opcode)
+        if opcode and len(others):
+            return InvalidArgument(_other_opcode(opcode, descriptors, others))
         return InvalidArgument(
-            f"malformed work requests, nothing was posted: opcodes must be {only}, sge_first and "
-            "num_sge stay within sges and max_sge, and a length is the sum of its entries")
+            "malformed work requests, nothing was posted: sge_first and num_sge must stay within "
+            f"sges and max_sge ({self.nic._ext.info()['max_sge']}), and a length is the sum of its "
+            "entries")
 
     def query(self) -> dict:
         """What the queue pairs are set to, read back, by class: sl, tclass, state, depth, ..."""

@@ -31,6 +31,13 @@ def is_remote(nic, address) -> bool:
     return nic.fabric is None or ":" in address
 
 
+def what_is_missing(address: str, form: str) -> str:
+    """What to do where nobody listens at a plain name; other processes have addresses of `form`."""
+    if "/" in address:
+        return f"it looks like a path: for a socket write \"unix:{address}\", at both ends"
+    return f"call listen first, or give {form} for another process"
+
+
 class RemoteListener(Listener):
     """An address at which a NIC answers other processes. `refused`: the typed errors of the last
     connections that were not made."""
@@ -141,7 +148,7 @@ def connect(nic, address, classes, secret, timeout):
         where = addresses.NAMES.look(address)
         if where is None:
             raise TransferError(errno.ECONNREFUSED, f"{nic.name}: nobody listens at {address!r} "
-                                "in this process; call listen first")
+                                f"in this process; {what_is_missing(address, 'host:port')}")
     sock = addresses.connect(where, secret, max(deadline - time.monotonic(), 0.001))
     control, made = _control_of(nic), []
 

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvio.errors import InvalidArgument, TransferError
-from kvio.transfer import COLLECTIVE, KV, TrafficClass, frames, handshake
+from kvio.transfer import COLLECTIVE, KV, TrafficClass, bodies, frames, handshake
 from kvio.transfer.frames import INITIATOR, TARGET
 
 SECRET = b"the secret of these tests"
 CLASSES = (COLLECTIVE, KV)
+GOOD = "00" * 36                    # endpoints of one rail
 
 
 class FakeLink:
@@ -27,7 +28,7 @@ class FakeLink:
         self.classes, self.seen = classes, theirs
 
     def endpoints(self):
-        return {c.name: self.name.encode() for c in self.classes}
+        return {c.name: self.name.encode() * 36 for c in self.classes}
 
     def connect(self, endpoints):
         self.connected = endpoints
@@ -62,8 +63,8 @@ class End:
 
     def be_ready(self):
         for key in 1, 2:
-            self.out.append(self.codec.encode(frames.REGION, {"key": key}))
-        self.out.append(self.codec.encode(frames.READY, {}))
+            self.out.append(self.codec.encode(frames.REGION, {"ad": f"{key:080x}", "fds": 0}))
+        self.out.append(self.codec.encode(frames.READY, {"readback": {"kv": [2, 32, 4096]}}))
 
     def take(self, data):
         if self.error is None:
@@ -109,8 +110,8 @@ def test_both_ends_agree():
     said = converse(a, b)
     assert a.connected and b.connected and a.error is None and b.error is None
     assert a.codec.key == b.codec.key and len(a.codec.key) == 32
-    assert a.link.connected == {"collective": b"b", "kv": b"b"}
-    assert b.link.connected == {"collective": b"a", "kv": b"a"}
+    assert a.link.connected == {"collective": b"b" * 36, "kv": b"b" * 36}
+    assert b.link.connected == {"collective": b"a" * 36, "kv": b"a" * 36}
     assert b.link.classes == CLASSES and a.link.seen["epoch"] == 7
     everything = b"".join(said[0] + said[1])
     assert SECRET not in everything and a.codec.key not in everything
@@ -282,7 +283,7 @@ def answer(end, kind, **changes):
     (dict(version=2), errno.EPROTONOSUPPORT), (dict(version="1"), errno.EPROTONOSUPPORT),
     (dict(version=...), errno.EPROTONOSUPPORT), (dict(magic="http"), errno.EPROTO),
     (dict(role="witness"), errno.EPROTO), (dict(nonce=5), errno.EPROTO),
-    (dict(nonce="00"), errno.EPROTO), (dict(secret="yes"), errno.EACCES)])
+    (dict(nonce="00"), errno.EPROTO), (dict(secret="yes"), errno.EPROTO)])
 def test_a_hello_that_does_not_fit(role, change, number):
     assert answer(End(role), frames.HELLO, **change).errno == number
 
@@ -303,8 +304,9 @@ def test_an_offer_that_is_malformed(role, change):
 
 @pytest.mark.parametrize("role", [INITIATOR, TARGET])
 @pytest.mark.parametrize("endpoints", [
-    None, [], {}, {"kv": "00"}, {"kv": "00", "collective": "0g"}, {"kv": 5, "collective": "00"},
-    {"kv": "00", "collective": "00", "more": "00"}])
+    None, [], {}, {"kv": GOOD}, {"kv": GOOD, "collective": "0g" * 36}, {"kv": 5, "collective": GOOD},
+    {"kv": GOOD, "collective": GOOD[2:]}, {"kv": GOOD, "collective": GOOD * 9},
+    {"kv": GOOD, "collective": GOOD, "more": GOOD}])
 def test_endpoints_that_are_malformed(role, endpoints):
     kind = frames.ACCEPT if role == INITIATOR else frames.CONNECT
     assert answer(End(role), kind, endpoints=endpoints).errno == errno.EPROTO
@@ -319,7 +321,7 @@ def test_other_classes_are_refused_in_words_that_name_both_lists(asked):
     assert isinstance(b.error, InvalidArgument) and not a.connected and b.link.seen is None
     for c in (*asked, *CLASSES):
         assert f"{c.name} (sl {c.sl}, tclass {c.tclass})" in str(b.error)
-    told = handshake.refused(handshake.refusal(b.error))
+    told = handshake.refused(bodies.checked(frames.REFUSE, handshake.refusal(b.error)))
     assert isinstance(told, InvalidArgument) and str(b.error) in str(told)
 
 
@@ -328,14 +330,6 @@ def test_a_listener_without_a_list_takes_what_is_asked_for():
     a, b = End(INITIATOR, classes=bulk), End(TARGET, classes=None)
     converse(a, b)
     assert a.connected and b.connected and b.link.classes == bulk
-
-
-@pytest.mark.parametrize("body", [{}, {"code": [], "reason": None}, {"reason": "x" * 5000},
-                                  {"reason": "\x1b[2Jboo\n"}, {"code": "argument", "reason": {}}])
-def test_a_refusal_may_say_anything_but_not_at_length(body):
-    wrong = handshake.refused(body)
-    assert isinstance(wrong, (TransferError, InvalidArgument)) and wrong.told
-    assert len(str(wrong)) < 1200 and str(wrong).isprintable()
 
 
 @settings(max_examples=200, deadline=None)

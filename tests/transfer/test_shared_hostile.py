@@ -123,7 +123,7 @@ def test_the_harness_speaks_the_protocol(hostile):
 
 @pytest.mark.parametrize("change, status", [
     (dict(rkey=3), 10), (dict(length=NBYTES + 1), 4), (dict(remote_addr=2**64 - 1), 10),
-    (dict(lkey=KEY + 1), 4), (dict(lkey=KEY + 2), 4), (dict(addr=ADDR - 1), 4),
+    (dict(lkey=KEY + 1), 65), (dict(lkey=KEY + 2), 4), (dict(addr=ADDR - 1), 4),
     (dict(addr=ADDR + 1, length=NBYTES), 4), (dict(length=2**32 - 1), 4), ("read only", 10),
 ])
 def test_a_bad_request_is_refused_by_name(hostile, change, status):
