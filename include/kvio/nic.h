@@ -116,6 +116,7 @@ struct kvio_region {
 struct kvio_table {
 	struct kvio_region **regions;
 	uint32_t length;		/* holes included */
+	uint32_t first;			/* no hole before this one */
 };
 
 /*

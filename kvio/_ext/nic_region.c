@@ -41,20 +41,18 @@ static int table_grow(struct kvio_table *table, uint32_t length)
 	return 0;
 }
 
-/* The first free place. */
+/* The first free place, which stays free until it is used. */
 static int region_place(struct kvio_table *table, uint32_t *index)
 {
 	uint32_t length = table->length, larger = 2 * length + 8;
 
-	for (uint32_t i = 0; i < length; i++) {
-		if (!table->regions[i]) {
-			*index = i;
-			return 0;
-		}
-	}
+	while (table->first < length && table->regions[table->first])
+		table->first++;
+	*index = table->first;
+	if (table->first < length)
+		return 0;
 	if (length >= KVIO_MAX_REGIONS)
 		return -ENOSPC;
-	*index = length;
 	return table_grow(table, larger < KVIO_MAX_REGIONS ? larger : KVIO_MAX_REGIONS);
 }
 
@@ -97,6 +95,7 @@ int kvio_nic_reg(struct kvio_nic *nic, uint64_t addr, uint64_t nbytes, uint32_t 
 int kvio_region_dereg_locked(struct kvio_nic *nic, uint64_t key)
 {
 	struct kvio_region *region = kvio_region_find(&nic->table, key);
+	uint32_t index;
 	int rc;
 
 	if (!region)
@@ -106,7 +105,10 @@ int kvio_region_dereg_locked(struct kvio_nic *nic, uint64_t key)
 	rc = nic->ops->dereg(nic, region);
 	if (rc < 0)
 		return rc;
-	nic->table.regions[(uint32_t)key & KVIO_INDEX_MASK] = NULL;
+	index = (uint32_t)key & KVIO_INDEX_MASK;
+	nic->table.regions[index] = NULL;
+	if (index < nic->table.first)
+		nic->table.first = index;
 	free(region);
 	return 0;
 }

@@ -37,14 +37,14 @@ def parse(address) -> tuple[str, int | str]:
     return host or LOOPBACK, int(port)
 
 
-def resolve(host: str, port: int, timeout: float = RESOLVE_S) -> tuple:
+def resolve(host: str, port: int, timeout: float | None = None) -> tuple:
     """(family, sockaddr) of a host or of one of our network interfaces. TransferError; ETIMEDOUT
-    if whoever knows names has said nothing after `timeout` seconds."""
+    if whoever knows names has said nothing after `timeout` seconds (None: RESOLVE_S)."""
     name = host.removesuffix("%")
     if name in (each for _, each in socket.if_nameindex()):
         host = _address_of(name)
     try:
-        found = _look_up(host, port, timeout)
+        found = _look_up(host, port, RESOLVE_S if timeout is None else timeout)
     except (OSError, UnicodeError) as failed:
         if isinstance(failed, TransferError):
             raise
@@ -202,14 +202,14 @@ def connect(address, secret, timeout) -> socket.socket:
 
 def _no_socket(path, failed):
     """Why nobody answers at a path."""
-    if failed.errno == errno.ENOENT:
-        why = f"there is no socket {path!r}: call listen(\"unix:{path}\") first, in a process that " \
-            "sees the same directory"
-        return TransferError(errno.ECONNREFUSED, why)
-    if failed.errno == errno.ECONNREFUSED:
-        why = "was left by a listener that is no more; listen there again" if _is_socket(path) \
-            else "is there, and no socket; connect to the path that is listened at"
-        return TransferError(failed.errno, f"nobody listens at \"unix:{path}\": {path!r} {why}")
+    if failed.errno in (errno.ENOENT, errno.ECONNREFUSED):
+        if failed.errno == errno.ENOENT:
+            why = "there is no such socket; call listen first, in a process that sees this path"
+        elif _is_socket(path):
+            why = "the listener that has made it is no more; listen there again"
+        else:
+            why = "it is no socket; connect to the path that is listened at"
+        return TransferError(errno.ECONNREFUSED, f"nobody listens at \"unix:{path}\": {why}")
     if failed.errno in (errno.EACCES, errno.EPERM):
         return TransferError(failed.errno, f"this user may not open the socket {path!r}: it is "
                              f"{_owner_of(path)}, and both ends must be the same user, who may "

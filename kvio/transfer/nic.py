@@ -128,8 +128,11 @@ class Nic:
         try:
             region.key = self._ext.reg(region, region.addr, region.nbytes, int(access))
         except OSError as failed:
-            raise TransferError(failed.errno, verbs.why_not_registered(
-                self.name, region, failed.errno)) from None
+            why = f"{self.name}: a NIC has at most {_nic.MAX_REGIONS} regions, and so many are " \
+                "there: register fewer and larger ones (a whole pool is one), or deregister some" \
+                if len(self._ext.owners) >= _nic.MAX_REGIONS else \
+                verbs.why_not_registered(self.name, region, failed.errno)
+            raise TransferError(failed.errno, why) from None
         self._check_description(region)
         if self._control is not None:
             self._control.announce(region.key)
@@ -143,10 +146,10 @@ class Nic:
         nbytes = len(self._ext.describe(region.key))
         if nbytes > MAX_AD_NBYTES:
             self._ext.dereg(region.key)
-            raise TransferError(errno.EMSGSIZE, f"{self.name}: a region of {region.nbytes} bytes in "
-                                f"so many registrations takes {nbytes} bytes to describe, and peers "
-                                f"take {MAX_AD_NBYTES}: register it in parts, or with larger "
-                                "KVIO_IB_SLICE_BYTES")
+            raise TransferError(
+                errno.EMSGSIZE, f"{self.name}: a region of {region.nbytes} bytes, which are so many "
+                f"registrations, takes {nbytes} bytes to describe, and peers take {MAX_AD_NBYTES}: "
+                "register it in parts, or with larger KVIO_IB_SLICE_BYTES")
 
     def _region_of(self, obj) -> Region:
         span = None if isinstance(obj, memory.Region) else device.span_of(obj)

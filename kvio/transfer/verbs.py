@@ -89,9 +89,6 @@ _GPU_CAUSES = {
 
 def why_not_registered(name, region, code) -> str:
     """What a device's refusal of memory means."""
-    if code == errno.ENOSPC:
-        return f"{name}: a NIC has at most {_nic.MAX_REGIONS} regions: register fewer larger ones " \
-            "(a whole pool is one), or deregister some"
     cause = _GPU_CAUSES.get(code, _GPU_OTHER) if region.array is None else {
         errno.ENOMEM: "the memory cannot be pinned: raise the limit (ulimit -l unlimited; memlock "
                       "in /etc/security/limits.conf), or the device has no more regions",

@@ -1,4 +1,4 @@
-"""Bodies of control frames for hypothesis: what an honest peer sends, and what a hostile one may."""
+"""Bodies of control frames for hypothesis: what an honest peer sends, what a hostile one may."""
 from hypothesis import strategies as st
 
 from kvio.transfer import bodies, frames

@@ -2,15 +2,18 @@
 reset, the end. Over verbs on the stand-in for libibverbs."""
 import errno
 import gc
+import os
 import socket
 import threading
+import time
 
+import numpy as np
 import pytest
 
 from connected import DEVICE, open_nic, pair, until, works      # noqa: F401
 from kvio.errors import Busy, Closed, InvalidArgument, TransferError
 from kvio.layout import READ
-from kvio.transfer import COLLECTIVE, KV, Access, Nic, TrafficClass, links
+from kvio.transfer import COLLECTIVE, KV, Access, Nic, TrafficClass, addresses, connection, links
 from nics import pattern, requests
 
 SECRET = "the secret of these tests"
@@ -87,6 +90,72 @@ def test_what_is_no_address(open_nic, address):
     if address not in ("host", ""):             # a name in this process, for a NIC without fabric
         with pytest.raises(InvalidArgument):
             nic.listen(address)
+
+
+def test_a_name_that_nobody_answers_for_takes_no_longer_than_connect(open_nic, monkeypatch):
+    nic, answer = open_nic(), threading.Event()
+    honest = socket.getaddrinfo
+
+    def slow(host, *args, flags=0, **options):
+        if host == "slow.example" and not flags & socket.AI_NUMERICHOST:
+            answer.wait(30)
+            raise socket.gaierror(socket.EAI_AGAIN, "try again")
+        return honest(host, *args, flags=flags, **options)
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    begin = time.monotonic()
+    with pytest.raises(TransferError, match="no name server has answered within 0.1 s") as failure:
+        nic.connect("slow.example:7000", timeout=0.1)
+    assert failure.value.errno == errno.ETIMEDOUT
+    monkeypatch.setattr(addresses, "RESOLVE_S", 0.1)
+    with pytest.raises(TransferError, match="no name server"):
+        nic.listen("slow.example:7000")
+    answer.set()
+    with pytest.raises(TransferError, match="no address is known for 'slow.example'.*try again"):
+        nic.connect("slow.example:7000")
+    assert time.monotonic() - begin < 5                 # or else it has waited for the answer
+    with pytest.raises(TransferError, match="no address is known"):
+        nic.connect("a" * 70 + ".example:7000")         # no name at all
+
+
+def test_who_forgets_unix_or_the_socket_is_told_what_to_write(open_nic, tmp_path):
+    path = f"{tmp_path}/socket"
+    for nic in open_nic(), Nic.open("soft"):
+        with pytest.raises(TransferError, match=f'for a socket write "unix:{path}"'):
+            nic.connect(path)
+        with pytest.raises(TransferError, match="call listen first, or give"):
+            nic.connect("name")
+        with pytest.raises(TransferError, match="no such socket; call listen") as failure:
+            nic.connect(f"unix:{path}")
+        assert failure.value.errno == errno.ECONNREFUSED
+    nic.close()
+    with socket.socket(socket.AF_UNIX) as left_by_a_crash:
+        left_by_a_crash.bind(path)
+    with pytest.raises(TransferError, match="the listener .* is no more"):
+        open_nic().connect(f"unix:{path}")
+    os.unlink(path)
+    with open(path, "w"):
+        with pytest.raises(TransferError, match="it is no socket"):
+            open_nic().connect(f"unix:{path}")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_socket_of_another_user(open_nic, tmp_path, monkeypatch, number, is_seen):
+    """Root may open all sockets, so the kernel's refusal is made up."""
+    path = tmp_path / "socket"
+    if is_seen:
+        path.touch()
+
+    class Refused(socket.socket):
+        def connect(self, address):
+            raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(socket, "socket", Refused)
+    nic = open_nic()
+    with pytest.raises(TransferError, match="both ends must be the same user") as failure:
+        nic.connect(f"unix:{path}")
+    assert failure.value.errno == number
+    whose = f"that of user {os.geteuid()}" if is_seen else "in a directory"
+    assert whose in str(failure.value)
 
 
 def test_a_soft_nic_reaches_others_by_a_unix_socket_only():
@@ -231,6 +300,39 @@ def test_the_other_end_lets_go_of_a_region_once_its_transfers_have_drained(pair,
     going.join()
     assert not pair.peer.far.owners
     transfer.wait()
+
+
+@pytest.mark.parametrize("part", [1, 40, 1000, 1039, 1040, 1041, 5000])
+def test_a_region_of_many_registrations_is_told_in_parts(pair, monkeypatch, part):
+    """Of 250 slices: 40 bytes, and 4 for each."""
+    monkeypatch.setattr(connection, "AD_PART_NBYTES", part)
+    monkeypatch.setenv("KVIO_IB_SLICE_BYTES", "4096")
+    nic = pair.b.open(DEVICE, name="sliced")
+    with nic:
+        first, memory = nic.register(pattern(250 * 4096, 5)), pattern(250 * 4096, 6)
+        peer = pair.a.connect(nic.listen(":0").address)         # told while they connect
+        later = nic.register(memory)                            # and afterwards
+        assert set(peer.far.owners) == {first.key, later.key}
+        at = 4096 * np.arange(16)
+        peer.read(requests(READ, pair.local, later, at, 16 * at, 4096)).wait()
+        assert (pair.mine.reshape(16, -1) == memory[:256 * 4096].reshape(-1, 4096)[:250:16]).all()
+        peer.close()
+
+
+def test_a_region_that_peers_could_not_be_told_of_is_refused(pair, monkeypatch, standin):
+    """By who registers it, and its connections stay."""
+    monkeypatch.setattr("kvio.transfer.nic.MAX_AD_NBYTES", 40 + 4 * 8)
+    monkeypatch.setenv("KVIO_IB_SLICE_BYTES", "4096")
+    with pair.b.open(DEVICE, name="sliced") as nic:
+        peer = pair.a.connect(nic.listen(":0").address)
+        before = standin.count("mrs")
+        with pytest.raises(TransferError, match="76 bytes to describe, and peers take 72") as why:
+            nic.register(pattern(9 * 4096))
+        assert why.value.errno == errno.EMSGSIZE and standin.count("mrs") == before
+        nic.register(pattern(9 * 4096), Access.LOCAL_WRITE)     # nobody is told of this one
+        region = nic.register(pattern(8 * 4096))
+        peer.read(requests(READ, pair.local, region, 0, 0, 8 * 4096)).wait()
+        peer.close()
 
 
 # ---- reset

@@ -125,13 +125,30 @@ def test_both_write_at_once(here):
 def test_private_memory_is_refused_by_name(here):
     us = here()
     wrs = requests(READ, us.local, us.private, 0, 0, 64)
-    with pytest.raises(TransferError, match=r"REM_ACCESS_ERR.*BlockPool\(shared=True\)"):
-        us.peer.post(wrs).wait(30)
-    us.peer.reset()
+    sges = np.zeros(2, SGE_DTYPE)
     private = us.nic.register(np.zeros(4096, np.uint8))
-    with pytest.raises(TransferError, match=r"LOC_PROT_ERR.*BlockPool\(shared=True\)"):
-        us.peer.post(requests(WRITE, private, us.remote, 0, 0, 64)).wait(30)
-    us.peer.reset()
+    sges["addr"], sges["lkey"], sges["length"] = us.local.addr, [us.local.key, private.key], 32
+    sges["addr"][1] = private.addr
+    listed = requests(WRITE, us.local, us.remote, 0, 0, 64)
+    listed["num_sge"] = 2
+    for posted, whose, name in (
+            ((wrs,), "the peer's", "REM_ACCESS_ERR"),
+            ((requests(WRITE, private, us.remote, 0, 0, 64),), "the local", "LOC_PROT_ERR"),
+            ((listed, sges), "the local", "LOC_PROT_ERR")):
+        with pytest.raises(TransferError) as failure:
+            us.peer.post(*posted).wait(30)
+        said = f"{name}: {whose} memory is private to its process: others can read only that of " \
+            "a BlockPool(shared=True); call peer.reset()"
+        assert said in str(failure.value)           # that cause, and no other
+        assert failure.value.errno == {"R": errno.EACCES, "L": errno.EFAULT}[name[0]]
+        us.peer.reset()
+    for wrong in dict(rkey=us.private.key + (1 << 24)), dict(remote_addr=us.private.addr - 1):
+        spoiled = wrs.copy()
+        spoiled[[*wrong][0]] = np.uint64([*wrong.values()][0])
+        with pytest.raises(TransferError, match="does not lie in a region") as failure:
+            us.peer.post(spoiled).wait(30)
+        assert "private" not in str(failure.value)
+        us.peer.reset()
     us.peer.post(requests(READ, private, us.remote, 0, 0, 64)).wait(30)     # into it: fine
     us.peer.post(requests(WRITE, us.local, us.private, 0, 0, 64)).wait(30)
     assert us.tell("bytes", 0, 64, True) == bytes(us.mine[:64])

@@ -5,11 +5,33 @@ import numpy as np
 import pytest
 
 from kvio._ext import nic as ext
+from kvio.errors import TransferError
 from kvio.layout import READ, WRITE
 from kvio.transfer import COLLECTIVE, KV
 from nics import Pair, finish, pattern, requests
 
 GB = 10**9
+
+
+def test_what_it_says_of_itself_is_true(virtual):
+    assert virtual("few", max_sge=7).info() == {
+        "provider": "soft", "name": "few", "max_sge": 7, "max_sge_rd": 7,
+        "max_msg_nbytes": 2**32 - 1, "rails": []}
+
+
+def test_a_nic_has_a_bound_of_regions_and_says_so(virtual):
+    """Peers remember no more of them than that."""
+    nic, memory = virtual(), pattern(64)
+    regions = [nic.register(memory) for _ in range(65536)]
+    for _ in range(2):
+        with pytest.raises(TransferError, match="at most 65536 regions") as failure:
+            nic.register(memory)
+        assert failure.value.errno == errno.ENOSPC
+        for index in 40000, 7:
+            nic.deregister(regions[index])
+        for index in 7, 40000:                  # in the first place that is free
+            regions[index] = nic.register(memory)
+            assert regions[index].key & 0xffffff == index
 
 
 # ---- time
