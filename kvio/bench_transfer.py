@@ -7,7 +7,9 @@ requests, measured in turn with the NIC. It needs numpy and nothing else.
 import argparse
 import contextlib
 import json
+import os
 import statistics
+import textwrap
 import time
 from dataclasses import asdict, dataclass
 
@@ -22,6 +24,7 @@ __all__ = ["Cell", "measure", "run", "transfer_bench"]
 
 SAMPLE_S = 0.002                # a sample repeats a batch until it takes about this long
 MIN_SAMPLES = 5
+WIDE = 0.2                      # of the median, between the quartiles
 MAX_NBYTES = 1 << 30
 ADDRESS = "kvio-bench"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
@@ -217,12 +220,30 @@ def run(arguments) -> int:
     cells = transfer_bench(arguments.nic, arguments.sizes, arguments.batches, classes,
                            arguments.seconds, None if arguments.json else show)
     if arguments.json:
-        print(json.dumps({"nic": arguments.nic, "cells": [asdict(cell) for cell in cells]},
-                         indent=2))
+        print(json.dumps({"nic": arguments.nic, "cells": [asdict(cell) for cell in cells],
+                          "load": os.getloadavg()[0], "cpus": os.cpu_count(),
+                          "note": spread_note(cells)}, indent=2))
     else:
         print("ceiling: a C loop of memcpy over the same blocks, in turn with the NIC; all bytes "
               "as they should be")
+        print(textwrap.fill(spread_note(cells), 100))
     return 0
+
+
+def spread_note(cells) -> str:
+    """What the quartiles are of, and, where they lie far apart, why that may be."""
+    counts = sorted(cell.num_samples for cell in cells)
+    wide = sum(high - low > WIDE * cell.gb_per_s for cell in cells
+               for low, high in [cell.gb_per_s_quartiles])
+    note = f"quartiles: of {counts[0]} to {counts[-1]} samples a line, each of about " \
+        f"{SAMPLE_S * 1e3:g} ms or one batch"
+    if wide:
+        note += f"; {wide} of {len(cells)} lines are spread over more than {WIDE:.0%}: so short " \
+            "a sample feels caches, the CPU's clock, and whatever else runs here (load " \
+            f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs). The share of the ceiling says " \
+            "more than GB/s then, for both are measured in turn. More --seconds steady the " \
+            "medians, an idle machine the quartiles"
+    return note
 
 
 HEAD = (f"{'size':>9} {'batch':>6} {'class':<12} {'GB/s':>22} {'of ceiling':>20} "

@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--collectives", action="store_true", help="the engines exchange "
                          "collectives beside KV, in one traffic class and in two: their latency "
                          "and TPOT (alone, or beside what --only names)")
-    command.add_argument("--model", default="smollm2", metavar="NAME", help="of the part real: "
+    command.add_argument("--model", metavar="NAME", help="of the part real: "
                          "smollm2 (default), or seeded:LAYERS, a tiny one that needs no package "
                          "and little CPU")
     command.add_argument("--nic", default="soft", metavar="DEVICE", help="what all engines' NICs "
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
                          "bit for bit the same for any split of the tokens (slower)")
     command.add_argument("--nodes", action="append", metavar="1P2D", help="timed run: prefill and "
                          "decode nodes; may be repeated (default: 1P1D, then 1P2D)")
-    command.add_argument("--turns", type=int, default=5, help="timed run: turns of each agent "
+    command.add_argument("--turns", type=int, help="timed run: turns of each agent "
                          "(default: 5)")
     command.add_argument("--dir", help="where the stores are made (default: the temporary "
                          "directory); removed afterwards")

@@ -214,7 +214,8 @@ def _model():
 
 
 def store_at(path) -> Finding:
-    """What `BlockStore.open(path)` would take there, without opening or making anything."""
+    """What `BlockStore.open(path)` would take there, without opening or making anything. Of a
+    directory that is yet to be made, the nearest one above it says so."""
     import warnings
 
     from kvio.errors import KvioError
@@ -226,7 +227,8 @@ def store_at(path) -> Finding:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")         # a fall-back is in the reason as well
             backend, reason, _ = ring.choose_backend("auto", there)
-        detail = f"{backend} ({reason})"
+        detail = f"{backend} ({reason})" if there == os.path.abspath(path) else \
+            f"not there yet, so this is what {there} says: {backend} ({reason})"
         if backend != "usrbio":
             detail += "; queue depth {} ({})".format(*device.choose_queue_depth(there, None))
         description = os.path.join(there, "kvio.json")

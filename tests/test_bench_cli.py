@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -26,7 +27,8 @@ def test_json_has_a_cell_for_each_size_batch_and_class():
     assert done.returncode == 0 and done.stderr == ""
     report = json.loads(done.stdout)
     cells = report["cells"]
-    assert report["nic"] == "soft"
+    assert report["nic"] == "soft" and report["note"].startswith("quartiles: of ")
+    assert report["load"] >= 0 and report["cpus"] >= 1
     assert [(c["nbytes"], c["batch"], c["traffic_class"]) for c in cells] == [
         (n, b, c) for n in (512, 1024) for b in (1, 8) for c in ("mine", "kv")]
     for cell in cells:
@@ -45,6 +47,16 @@ def test_the_table_has_a_line_for_each_cell():
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[3] for line in lines if line[:3] == ["4", "KiB", "4"]] == ["collective", "kv"]
     assert "0.2500" in done.stdout
+    assert "\nquartiles: of 5 to 5 samples a line" in done.stdout
+
+
+def test_quartiles_are_explained_where_they_lie_far_apart():
+    cell = bench_transfer.Cell(4096, 1, "kv", 10.0, (9.5, 10.5), 20.0, 0.5, (0.4, 0.6), 0.1,
+                               1.0, 7, 70)
+    note = bench_transfer.spread_note([cell, replace(cell, num_samples=90)])
+    assert note == "quartiles: of 7 to 90 samples a line, each of about 2 ms or one batch"
+    note = bench_transfer.spread_note([cell, replace(cell, gb_per_s_quartiles=(8.0, 10.5))])
+    assert "1 of 2 lines are spread over more than 20%" in note and "an idle machine" in note
 
 
 def test_a_lost_packet_is_an_error_and_not_a_fast_benchmark():

@@ -38,7 +38,9 @@ def test_doctor_says_which_back_end_a_path_would_get(tmp_path):
     for path in paths:
         found = there[f"store at {path}"]
         assert found["state"] in ("ok", "limited")
-        assert found["detail"].split(" ")[0] in ("uring", "threads")
+        before, _, backend = found["detail"].rpartition("says: ")
+        assert before == ("" if path == paths[0] else f"not there yet, so this is what {tmp_path} ")
+        assert backend.split(" ")[0] in ("uring", "threads")
         assert "queue depth" in found["detail"]
     assert "O_DIRECT" in there[f"store at {paths[0]}"]["detail"] or "page cache" in str(there)
     assert os.listdir(tmp_path) == ["store"]            # it only looks
@@ -72,6 +74,17 @@ def test_demo_refuses_nonsense_in_one_line(arguments):
     done = kvio("demo", "--quiet", "--only", "timed", *arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr and done.stderr.strip()
+
+
+@pytest.mark.parametrize("option, others", [
+    ("--model", ["seeded:2", "--collectives"]), ("--exact", ["--only", "timed"]),
+    ("--nodes", ["1P1D", "--only", "real"]), ("--turns", ["2", "--model", "seeded:2"]),
+    ("--model", ["smollm2", "--only", "timed"])])
+def test_demo_refuses_what_it_would_not_do(option, others):
+    done = kvio("demo", "--quiet", option, *others)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"kvio: {option} is of the part ")
+    assert f"or leave {option} out" in done.stderr
 
 
 def test_demo_refuses_nodes_before_the_real_model_runs():

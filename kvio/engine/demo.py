@@ -36,6 +36,7 @@ from kvio.transfer import Nic
 __all__ = ["TimedSetting", "real_part", "run", "timed_part"]
 
 CLOSE_LOGITS = 1e-3             # a first mismatch is a tie, not an error, below this gap
+DEFAULT_MODEL = "smollm2"
 NO_TIE = " (NOT a tie)"
 BUSY_SHARE = 0.90               # Basic's SNIC must be this busy, else storage was not the limit
 
@@ -265,12 +266,13 @@ def run(arguments) -> int:
     progress = Progress(quiet=arguments.quiet)
     if arguments.dir is not None and not os.path.isdir(arguments.dir):
         raise InvalidArgument(f"--dir {arguments.dir}: there is no such directory; make it first")
-    if arguments.turns < 1:
+    if arguments.turns is not None and arguments.turns < 1:
         raise InvalidArgument(f"--turns must be at least 1, not {arguments.turns}")
     settings = list(_settings(arguments))       # refused now, and not after the real model
-    nic, model = arguments.nic, check_model(arguments.model)
+    nic, model = arguments.nic, check_model(arguments.model or DEFAULT_MODEL)
+    report, parts = {}, _wanted_parts(arguments, model)
+    _refuse_unused(arguments, parts)
     Nic.open(nic).close()
-    report, parts = {}, _wanted_parts(arguments)
     if "real" in parts:
         real = real_part(arguments.dir, arguments.exact, progress, model=model, nic=nic)
         report["real"] = {**real.pop("modes"), "summary": real}
@@ -291,14 +293,24 @@ def run(arguments) -> int:
     return 0 if report["ok"] else 1
 
 
-def _wanted_parts(arguments):
+def _wanted_parts(arguments, model):
     """--collectives goes alone, or beside what --only names. A seeded model is for machines where
     a timed run would measure their slowness, so that one goes alone as well."""
     if arguments.only:
         return {*arguments.only, *(["collectives"] if arguments.collectives else [])}
     if arguments.collectives:
         return {"collectives"}
-    return {"real", "timed"} if arguments.model == "smollm2" else {"real"}
+    return {"real", "timed"} if model == DEFAULT_MODEL else {"real"}
+
+
+def _refuse_unused(arguments, parts):
+    """What was asked for and would not be done."""
+    for option, given, part in (
+            ("--model", arguments.model, "real"), ("--exact", arguments.exact, "real"),
+            ("--nodes", arguments.nodes, "timed"), ("--turns", arguments.turns, "timed")):
+        if given and part not in parts:
+            raise InvalidArgument(f"{option} is of the part {part}, and only {', '.join(parts)} "
+                                  f"would run: add --only {part}, or leave {option} out")
 
 
 def _settings(arguments):
@@ -311,7 +323,7 @@ def _settings(arguments):
             raise InvalidArgument("--nodes takes counts of prefill and decode nodes, like 1P2D, "
                                   f"not {nodes!r}")
         yield replace(TimedSetting(), num_prefill=int(counts[1]), num_decode=int(counts[2]),
-                      num_turns=arguments.turns)
+                      num_turns=arguments.turns or TimedSetting.num_turns)
 
 
 def _parts(report):

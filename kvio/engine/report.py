@@ -26,10 +26,10 @@ def render(report: dict) -> str:
             lines += _timed(part)
         elif name == "collectives":
             lines += _collectives(part)
-    verdict = "the same tokens in every mode" if report["tokens_equal"] else \
-        "TOKENS DIFFER between modes"
+    runs = "with one class and with two" if list(report)[0] == "collectives" else "in every mode"
+    verdict = f"the same tokens {runs}" if report["tokens_equal"] else f"TOKENS DIFFER {runs}"
     if not report["ok"]:
-        verdict += "; CHECK FAILED: see hits and KV errors above"
+        verdict += "; CHECK FAILED: see hits, KV errors and wrong bytes above"
     return "\n".join([*lines, "", *legend, "", f"Result: {verdict}."])
 
 
@@ -108,10 +108,21 @@ def _collectives(part):
     figures = {names[mode]: f for mode, f in _modes(part).items()}
     wrong = sum(f["kv_errors"] + f["collective_errors"] for f in _modes(part).values())
     return [*lines, "", _aligned(figures, rows), "",
-            f"    One class over two: collectives {summary['p50_s_ratio']:.2f} x at p50, "
-            f"{summary['p99_s_ratio']:.2f} x at p99, TPOT {summary['tpot_ratio']:.2f} x, JCT "
-            f"{summary['jct_ratio']:.2f} x; "
-            + (f"{wrong} RECORDS OR SLOTS WRONG" if wrong else "all bytes checked")]
+            "    What a class of their own does to collectives beside KV:",
+            *(f"        {name}: {_instead(get(part['two_classes']), get(part['one_class']))}"
+              for name, get in (
+                  ("collective p50", lambda f: f["collective"]["p50_s"]),
+                  ("collective p99", lambda f: f["collective"]["p99_s"]),
+                  ("TPOT", lambda f: f["tpot_s"]), ("JCT, as KV yields", lambda f: f["jct_s"]))),
+            f"    {wrong} RECORDS OR SLOTS WRONG" if wrong else "    all bytes checked"]
+
+
+def _instead(now, before):
+    """One time against another, in words."""
+    if _short(now) == _short(before):
+        return f"{_short(now)}, as before"
+    by = f"{before / now:.2f} times faster" if now < before else f"{now / before:.2f} times slower"
+    return f"{_short(now)} instead of {_short(before)}, {by}"
 
 
 def _checks(part):

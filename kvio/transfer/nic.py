@@ -147,7 +147,7 @@ class Nic:
         if nbytes > MAX_AD_NBYTES:
             self._ext.dereg(region.key)
             raise TransferError(
-                errno.EMSGSIZE, f"{self.name}: a region of {region.nbytes} bytes, which are so many "
+                errno.EMSGSIZE, f"{self.name}: a region of {region.nbytes} bytes, in its many "
                 f"registrations, takes {nbytes} bytes to describe, and peers take {MAX_AD_NBYTES}: "
                 "register it in parts, or with larger KVIO_IB_SLICE_BYTES")
 

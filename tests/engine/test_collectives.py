@@ -197,9 +197,23 @@ def test_the_report_shows_both_and_the_ratio(part):
     text = render({"collectives": {**part["modes"], "summary": summary}, "tokens_equal": True,
                    "ok": True})
     assert "one class  two classes" in text and "EMULATED, in link time" in text
-    assert f"{part['p50_s_ratio']:.2f} x at p50, {part['p99_s_ratio']:.2f} x at p99" in text
-    for words in ("TPOT {tpot_ratio:.2f} x, JCT {jct_ratio:.2f} x", "; all bytes checked"):
-        assert words.format(**part) in text
+    one, two = part["modes"]["one_class"], part["modes"]["two_classes"]
+    assert f"p50: {two['collective']['p50_s'] * 1e6:.0f} us instead of " \
+        f"{one['collective']['p50_s'] * 1e6:.0f} us, {part['p50_s_ratio']:.2f} times faster" in text
+    assert f"TPOT: {two['tpot_s'] * 1e3:.2f} ms instead of {one['tpot_s'] * 1e3:.2f} ms" in text
+    assert "JCT, as KV yields: " in text and "    all bytes checked" in text
+    assert text.endswith("Result: the same tokens with one class and with two.")
+
+
+def test_the_report_says_what_is_wrong_slower_or_equal(part):
+    summary = {name: value for name, value in part.items() if name != "modes"}
+    two = {**part["modes"]["two_classes"], "kv_errors": 2}
+    one = {**two, "kv_errors": 1, "tpot_s": two["tpot_s"] / 2}
+    text = render({"collectives": {"one_class": one, "two_classes": two, "summary": summary},
+                   "tokens_equal": False, "ok": False})
+    for words in ("us, as before", "TPOT: ", "2.00 times slower", "3 RECORDS OR SLOTS WRONG",
+                  "TOKENS DIFFER with one class and with two; CHECK FAILED"):
+        assert words in text
 
 
 def test_a_class_is_worth_nothing_when_both_share_a_lane():

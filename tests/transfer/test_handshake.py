@@ -305,8 +305,8 @@ def test_an_offer_that_is_malformed(role, change):
 @pytest.mark.parametrize("role", [INITIATOR, TARGET])
 @pytest.mark.parametrize("endpoints", [
     None, [], {}, {"kv": GOOD}, {"kv": GOOD, "collective": "0g" * 36},
-    {"kv": 5, "collective": GOOD}, {"kv": GOOD, "collective": GOOD[2:]}, {"kv": GOOD, "collective": GOOD * 9},
-    {"kv": GOOD, "collective": GOOD, "more": GOOD}])
+    {"kv": 5, "collective": GOOD}, {"kv": GOOD, "collective": GOOD[2:]},
+    {"kv": GOOD, "collective": GOOD * 9}, {"kv": GOOD, "collective": GOOD, "more": GOOD}])
 def test_endpoints_that_are_malformed(role, endpoints):
     kind = frames.ACCEPT if role == INITIATOR else frames.CONNECT
     assert answer(End(role), kind, endpoints=endpoints).errno == errno.EPROTO
