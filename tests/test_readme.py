@@ -19,7 +19,7 @@ def programs(folder):
 
 
 def test_the_tour_runs_while_another_process_waits_for_its_blocks(tmp_path):
-    tour, _, reader = programs(tmp_path / "kv")
+    tour, _, _, reader = programs(tmp_path / "kv")
     other = subprocess.Popen([sys.executable, "-c", reader], stdout=subprocess.PIPE, text=True)
     while not (tmp_path / "kv" / "kvio.json").exists() and other.poll() is None:
         time.sleep(0.01)                # it has opened an empty store
@@ -29,7 +29,16 @@ def test_the_tour_runs_while_another_process_waits_for_its_blocks(tmp_path):
 
 
 def test_one_process_reads_what_another_has_registered(tmp_path):
-    exec(compile(programs(tmp_path / "kv")[1], "README.md", "exec"), {})
+    _, owner, reader, _ = programs(tmp_path / "kv")
+    serving = subprocess.Popen([sys.executable, "-u", "-c", owner], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True)
+    with serving:
+        assert serving.stdout.read(13) == "Enter ends it"
+        done = subprocess.run([sys.executable, "-c", reader], capture_output=True, text=True)
+        serving.stdin.write("\n")
+    assert done.returncode == 0, done.stderr
+    assert serving.returncode == 0
+    assert not (tmp_path / "kv.sock").exists()
 
 
 def test_the_commands_about_transfers_are_understood():
