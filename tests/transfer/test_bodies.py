@@ -101,6 +101,47 @@ def test_every_field_is_looked_at(kind, data):
                 checked(kind, {each: value for each, value in body.items() if each != name})
 
 
+HEX = "0" * 72
+BAD = {
+    "magic": ["http", None], "role": ["witness", "", None, ["target"]], "secret": ["yes", 0, 1],
+    "nonce": [HEX[:62], HEX[:66], "0g" * 32, "A" * 64, " 0" * 32, 7], "proof": [HEX[:62], "0g" * 32],
+    "name": ["", "x" * 201, "a\nb", "\ud800", 7], "mtu": [0, 2**20 + 1, True, 4096.0, "4096"],
+    "rails": [-1, 9, False], "epoch": [-1, 2**64], "fds": [-1, 33, True, None],
+    "carrier": [[], {"bytes_per_s": -1}, {"bytes_per_s": 2**50 + 1}, {"bytes_per_s": None}],
+    "classes": [[], {}, [["kv", 2]], [["kv", 16, 0]], [["kv", 2, 256]], [["kv", -1, 0]],
+                [["kv", 2, 32]] * 2, [["", 1, 1]], [[f"c{i}", 1, 1] for i in range(65)]],
+    "endpoints": [{}, {"kv": ""}, {"kv": HEX[1:]}, {"kv": HEX * 9}, {"": HEX}, {"kv": HEX + "00"},
+                  {f"c{i}": HEX for i in range(65)}],
+    "readback": [{}, {"kv": [16, 0, 1]}, {"kv": [0, 256, 1]}, {"kv": [0, 0, 2**20 + 1]},
+                 {"kv": [0, 0]}, {"kv": [0, 0, 1, 1]}],
+    "ad": ["", "0", "0G", "00" * ((256 << 10) + 1)], "more": [False, 1, None],
+    "key": [0, -1, 2**64, 1.0], "of": [7, 10, True, 8.0], "id": [0, 2**63 + 1, "1"],
+    "look": [{}, ["kv"] * 65, [7], [""]], "failed": ["kv", [[]]], "join": [[], {"kv": HEX[2:]}],
+    "busy": [False, 1, ["kv"]], "collision": [0], "closed": [{}]}
+
+
+def test_the_edges_of_every_field():
+    """Each field of each frame is refused just beyond what it may be."""
+    honest = {kind: honest_frames((kind,)) for kind in FIELDS}
+    looked_at = set()
+
+    @settings(max_examples=3, deadline=None)
+    @given(st.data())
+    def look(data):
+        for kind, fields in FIELDS.items():
+            _, body = data.draw(honest[kind])
+            for name in set(fields) - {"version", "code", "reason"}:
+                if "id" in body and name != "id":
+                    body = {"id": 1}            # then it says nothing but this
+                for bad in BAD[name]:
+                    with pytest.raises(TransferError) as failure:
+                        checked(kind, body | {name: bad})
+                    assert failure.value.errno == errno.EPROTO, (kind, name, bad)
+                    looked_at.add(name)
+    look()
+    assert looked_at == BAD.keys()
+
+
 @pytest.mark.parametrize("kind", [0, 14, 99, 255])
 def test_there_are_no_other_frames(kind):
     with pytest.raises(TransferError, match=f"no frame {kind}"):

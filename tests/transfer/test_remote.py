@@ -13,7 +13,8 @@ import pytest
 from connected import DEVICE, open_nic, pair, until, works      # noqa: F401
 from kvio.errors import Busy, Closed, InvalidArgument, TransferError
 from kvio.layout import READ
-from kvio.transfer import COLLECTIVE, KV, Access, Nic, TrafficClass, addresses, connection, links
+from kvio.transfer import (COLLECTIVE, KV, Access, Fabric, Nic, TrafficClass, addresses, carrier,
+                           connection, links, shared)
 from nics import pattern, requests
 
 SECRET = "the secret of these tests"
@@ -174,6 +175,40 @@ def test_only_loopback_without_a_secret(open_nic):
             use("192.0.2.1:7000")
     listener = nic.listen("0.0.0.0:0", secret=SECRET)
     nic.connect("127.0.0.1" + listener.address[7:], secret=SECRET).close()
+
+
+def test_descriptors_that_nobody_asked_for_are_closed(open_nic, tmp_path, monkeypatch):
+    """Verbs needs none, but a Unix socket carries them."""
+    a, b, address = open_nic(name="a"), open_nic(name="b"), f"unix:{tmp_path}/socket"
+    listener = b.listen(address)
+    a.connect(address).close()
+
+    def open_files():
+        listener.refused.clear()
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+    shared._own_pidfd()                     # of the process, and it stays
+    before = open_files()
+    with Nic.open("soft", fabric=Fabric()) as soft:
+        with pytest.raises(InvalidArgument, match="one end is a soft NIC"):
+            soft.connect(address)
+    until(lambda: not b._control.connections and open_files() == before)
+    with open(os.devnull) as file:
+        with monkeypatch.context() as patch:
+            patch.setattr(carrier.Carrier, "offer", lambda self: ({}, [file.fileno()] * 2))
+            with pytest.raises(InvalidArgument, match="has sent descriptors"):
+                a.connect(address)
+        until(lambda: not b._control.connections and open_files() == before + 1)
+        peer = a.connect(address)
+        with monkeypatch.context() as patch:
+            honest = carrier.Carrier.describe
+            patch.setattr(carrier.Carrier, "describe", lambda self, region: (
+                honest(self, region)[0], file.fileno()))
+            a.register(bytearray(4096))
+        until(lambda: peer.gone)
+        assert "a region is malformed" in peer.gone
+    peer.close()
+    until(lambda: not b._control.connections and open_files() == before)
 
 
 # ---- secrets, classes
