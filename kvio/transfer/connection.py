@@ -18,7 +18,8 @@ from kvio.transfer.bodies import AD_PART_NBYTES
 from kvio.transfer.frames import INITIATOR, broken
 
 PART_S = 1.0                    # how long a peer has to answer BYE
-MAX_DEFERRED = 65536            # regions that wait for a transfer to let go of an older one
+MAX_DEFERRED = 65536            # regions that wait for a transfer to let go of an older one,
+MAX_DEFERRED_NBYTES = 64 << 20  # and their descriptions
 MAX_AD_NBYTES = 4 << 20         # of a region's description, in all its frames
 
 
@@ -40,7 +41,7 @@ class Connection:
         self.told, self._unheard = set(), {}            # keys; (kind, key) -> waiters
         self._requests, self._next_request = {}, 0      # id -> (waiter, what is an answer)
         self._ad = bytearray()                          # of a region that has not all come yet
-        self._deferred = collections.deque()
+        self._deferred, self._deferred_nbytes = collections.deque(), 0
         self._parted = []                               # waiters for the end
 
     # ---- events
@@ -200,7 +201,11 @@ class Connection:
         return body
 
     def _defer(self, frame):
-        if len(self._deferred) >= MAX_DEFERRED:
+        _, body, fds = frame
+        self._deferred_nbytes += len(body.get("ad", b""))
+        if len(self._deferred) >= MAX_DEFERRED or self._deferred_nbytes > MAX_DEFERRED_NBYTES:
+            for fd in fds:
+                os.close(fd)
             raise broken("too many regions come and go while a transfer uses one of them")
         self._deferred.append(frame)
 
@@ -210,7 +215,7 @@ class Connection:
             while self._deferred and self in self.control.connections:
                 if not self._region(self._deferred[0]):
                     return False
-                self._deferred.popleft()
+                self._deferred_nbytes -= len(self._deferred.popleft()[1].get("ad", b""))
         except Exception as wrong:
             self._deferred.popleft()            # its descriptors have been taken care of
             self.fail(wrong)

@@ -1,8 +1,8 @@
 """Peers in other processes and on other hosts: listening and connecting.
 
-See docs/transfer.md, "Handshake". frames.py: what travels; handshake.py: who are you, what do we
-agree on; connection.py and control.py: the connection and the thread that serves it; links.py: the
-queue pairs; addresses.py: where.
+See docs/transfer.md, "Handshake". frames.py: what travels; bodies.py: what it may say;
+handshake.py: who are you, what do we agree on; connection.py and control.py: the connection and the
+thread that serves it; links.py: the queue pairs; addresses.py: where.
 """
 import collections
 import errno

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from bodies import SAYS, anything, hostile_frames
 from connected import until
+from kvio._ext.nic import DELAY
 from kvio.errors import Closed, KvioError
 from kvio.layout import READ
-from kvio.transfer import Fabric, Nic, frames
+from kvio.transfer import Fabric, Nic, connection, frames
 from kvio.transfer.shared import SharedCarrier
 from nics import pattern, requests
 
@@ -175,6 +176,35 @@ def test_a_description_without_an_end_is_not_kept_for_ever(two):
     until(lambda: back.gone)
     assert "no end" in back.gone
     two.end(peer, back)
+
+
+@pytest.mark.parametrize("bound", ["MAX_DEFERRED", "MAX_DEFERRED_NBYTES"])
+def test_regions_that_wait_for_a_transfer_are_bounded(two, monkeypatch, bound):
+    two.end(*two.connect())
+    before = descriptors()
+    region = two.enemy.register(pattern(1 << 20))
+    peer, back = two.connect()
+    ring = two.victim.register(bytearray(1 << 20))
+    two.victim._ext._fault(DELAY, 1, 10**8)             # the transfer that uses the region is slow
+    transfer = back.read(requests(READ, ring, region, 0, 0, 1 << 20))
+    say(peer, frames.GONE, {"key": region.key})
+    until(lambda: back._other._deferred)
+    monkeypatch.setattr(connection, bound, 1 if bound == "MAX_DEFERRED" else 99)
+    assert not back.gone
+    with open(os.devnull) as file:
+        for _ in range(3):
+            say(peer, frames.REGION, {"ad": "00" * 48, "fds": 1}, [file.fileno()])
+    until(lambda: back.gone)
+    assert "too many regions come and go" in back.gone
+    try:
+        transfer.wait(30)
+    except KvioError:
+        pass
+    two.end(peer, back)
+    two.enemy.deregister(region)
+    two.victim.deregister(ring)
+    del region
+    until(lambda: descriptors() == before)
 
 
 def test_descriptors_of_an_offer_that_comes_to_nothing_are_closed(two, monkeypatch):
