@@ -105,7 +105,7 @@ HEX = "0" * 72
 BAD = {
     "magic": ["http", None], "role": ["witness", "", None, ["target"]], "secret": ["yes", 0, 1],
     "nonce": [HEX[:62], HEX[:66], "0g" * 32, "A" * 64, " 0" * 32, 7],
-    "proof": [HEX[:62], "0g" * 32], "name": ["", "x" * 201, "a\nb", "\ud800", 7], 
+    "proof": [HEX[:62], "0g" * 32], "name": ["", "x" * 201, "a\nb", "\ud800", 7],
     "mtu": [0, 2**20 + 1, True, 4096.0, "4096"],
     "rails": [-1, 9, False], "epoch": [-1, 2**64], "fds": [-1, 33, True, None],
     "carrier": [[], {"bytes_per_s": -1}, {"bytes_per_s": 2**50 + 1}, {"bytes_per_s": None}],
