@@ -78,8 +78,9 @@ class Cluster:
         self.config, self.mode, self.store = config, mode, store
         self.layout, self._make_compute = config.layout, make_compute
         self.scheduler = Scheduler(config.alpha, config.beta,
-                                   "shorter_queue" if mode == "dualpath" else "pe")
-        self.prefill, self.decode, self._movers = [], [], {}
+                                   "shorter_queue" if mode == "dualpath" else "pe",
+                                   self.layout.block_tokens)
+        self.prefill, self.decode, self._peers = [], [], {}
         self._waiting, self._ids = {}, 0            # request_id -> (request, future)
         self._serving, self._closed = {}, False     # task -> future: until `generate` has ended
         self.collectives, self._fabric = None, fabric
@@ -98,11 +99,11 @@ class Cluster:
         config = self.config
         for i in range(config.num_prefill):
             self.prefill.append(PrefillEngine(
-                i, f"pe{i}", self.layout, **self._parts(f"pe{i}", stack),
+                i, i, f"pe{i}", self.layout, **self._parts(f"pe{i}", stack),
                 max_tokens=config.max_tokens, depth=config.depth))
         for i in range(config.num_decode):
             self.decode.append(DecodeEngine(
-                i, f"de{i}", self.layout, **self._parts(f"de{i}", stack),
+                i, config.num_prefill + i, f"de{i}", self.layout, **self._parts(f"de{i}", stack),
                 hbm_blocks=config.hbm_blocks))
         self._connect()
 
@@ -121,16 +122,10 @@ class Cluster:
                 "buffer_blocks": config.buffer_blocks}
 
     def _connect(self):
-        kv = self.config.kv_class
-        classes = [kv]
-        loops = {e.name: e.nic.connect(e.name, classes=classes) for e in self.engines}
-        for pe in self.prefill:
-            for de in self.decode:
-                peers = {(PE, PE): loops[pe.name], (DE, DE): loops[de.name],
-                         (PE, DE): pe.nic.connect(de.name, classes=classes)}
-                self._movers[pe.engine_id, de.engine_id] = Mover(
-                    self.layout, {PE: pe.ring, DE: de.ring}, peers, kv)
-
+        """Every NIC with every other, once each way: any node may lend its NIC, or push."""
+        classes = [self.config.kv_class]
+        self._peers = {(a.name, b.name): a.nic.connect(b.name, classes=classes)
+                       for a in self.engines for b in self.engines}
         if self.config.collectives is not None:
             self.collectives = Collectives(self.config.collectives, self.decode)
             for i, engine in enumerate(self.decode):
@@ -212,12 +207,24 @@ class Cluster:
             if routed.cancelled():                  # and its task has not heard of it yet
                 left = True
                 continue
-            request.path, request.reason = route.path, route.reason
-            pe, de = self.prefill[route.prefill_engine], self.decode[route.decode_engine]
-            routed.set_result(Serving(request, pe, de, self._movers[pe.engine_id, de.engine_id],
-                                      self.fetch))
+            request.parts, request.reason = route.parts, route.reason
+            request.num_hit_tokens = route.num_load_tokens
+            nodes = self._nodes(route)
+            routed.set_result(Serving(request, route, nodes, self._mover(nodes), self.fetch))
         if left:
             self.fetch()                            # its place is somebody else's
+
+    def _nodes(self, route):
+        """The engines of a route by the side that they take in it."""
+        nodes = {PE: self.prefill[route.prefill_engine], DE: self.decode[route.decode_engine]}
+        engines = self.engines
+        nodes.update((part.side, engines[part.node_id]) for part in route.parts)
+        return nodes
+
+    def _mover(self, nodes):
+        peers = {(a, b): self._peers[nodes[a].name, nodes[b].name] for a in nodes for b in nodes}
+        return Mover(self.layout, {side: node.ring for side, node in nodes.items()}, peers,
+                     self.config.kv_class)
 
     def _reports(self):
         """What the engines say of themselves, and what was promised to them already."""

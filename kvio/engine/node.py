@@ -68,11 +68,12 @@ class Buffer:
 class Node:
     """What both kinds of engines have: `ring` (the storage NIC), `nic` (the compute NIC), and a
     `buffer` registered with both, `access` being what its NIC and others may do there.
-    `waiting_read_tokens` are reads that wait for a buffer."""
+    `waiting_read_tokens` are reads that wait for a buffer. `node_id` is the node's place in the
+    order in which buffers are taken."""
 
-    def __init__(self, name: str, layout: BlockLayout, ring, nic, buffer_blocks: int,
-                 access: Access):
-        self.name, self.layout, self.ring, self.nic = name, layout, ring, nic
+    def __init__(self, node_id: int, name: str, layout: BlockLayout, ring, nic,
+                 buffer_blocks: int, access: Access):
+        self.node_id, self.name, self.layout, self.ring, self.nic = node_id, name, layout, ring, nic
         self.buffer = Buffer(BlockPool(layout, buffer_blocks, poison=True))
         self.buffer_key = nic.register(self.buffer.pool, access).key
         self.waiting_read_tokens = 0

@@ -53,9 +53,9 @@ class PrefillEngine(Node):
     """One GPU's worth of prefill. Requests compute one after the other, in the order in which
     their data are there; the next one's first layers are fetched meanwhile."""
 
-    def __init__(self, engine_id, name, layout, ring, nic, *, compute, buffer_blocks, max_tokens,
-                 depth=2, num_workspaces=2):
-        super().__init__(name, layout, ring, nic, buffer_blocks, Access.REMOTE_READ)
+    def __init__(self, engine_id, node_id, name, layout, ring, nic, *, compute, buffer_blocks,
+                 max_tokens, depth=2, num_workspaces=2):
+        super().__init__(node_id, name, layout, ring, nic, buffer_blocks, Access.REMOTE_READ)
         self.engine_id, self.compute, self.depth = engine_id, compute, depth
         self._workspaces = asyncio.Queue()
         for _ in range(num_workspaces):
@@ -69,7 +69,7 @@ class Prefill:
 
     def __init__(self, engine: PrefillEngine, request, binding):
         self.engine, self.request, self.binding = engine, request, binding
-        self.state = self.workspace = self.buffer_ids = None
+        self.state = self.workspace = None
         self._has_gpu, self._entering = False, asyncio.Lock()
         self._ready = {}                            # layer -> when its last input was there
 
@@ -108,11 +108,8 @@ class Prefill:
             self._release_gpu()
 
     def release(self, step) -> None:
-        """A RELEASE step of the prefill side: the plan is done with that place."""
-        if step.source == PE_HBM:
-            self._release_workspace()
-        else:
-            self._release_buffer()
+        """A RELEASE step of PE HBM: the plan is done with it."""
+        self._release_workspace()
 
     def _release_gpu(self):
         if self._has_gpu:
@@ -124,12 +121,6 @@ class Prefill:
             self.engine._workspaces.put_nowait(self.workspace)
             self.workspace = None
 
-    def _release_buffer(self):
-        if self.buffer_ids is not None:
-            self.engine.buffer.release(self.buffer_ids)
-            self.buffer_ids = None
-
     def close(self) -> None:
         self._release_gpu()
         self._release_workspace()
-        self._release_buffer()

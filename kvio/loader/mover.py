@@ -5,7 +5,7 @@ import numpy as np
 
 from kvio.errors import BlocksMissing, Closed
 from kvio.layout import READ, WRITE, BlockLayout, LayerDescriptors, Side
-from kvio.loader.plan import NIC_READ, STORAGE_READ, STORAGE_WRITE, Step
+from kvio.loader.plan import NIC_READ, STORAGE_READ, STORAGE_WRITE, Step, side_of
 
 __all__ = ["Binding", "Mover", "Place"]
 
@@ -33,9 +33,9 @@ class Binding:
 class Mover:
     """Storage and NIC steps of one pair of engines.
 
-    `rings` maps "pe" and "de" to the ring of that node's storage NIC; `peers` maps (initiator,
-    other) to the NIC peer of that direction, ("pe", "pe") and ("de", "de") being loop-back. Every
-    move posts one batch: one doorbell, one completion.
+    `rings` maps a side to the ring of its node's storage NIC; `peers` maps (initiator, other) to
+    the NIC peer of that direction, ("pe", "pe") and ("de", "de") being loop-back. Every move posts
+    one batch: one doorbell, one completion.
     """
 
     def __init__(self, layout: BlockLayout, rings: dict, peers: dict, traffic_class=None):
@@ -66,7 +66,7 @@ class Mover:
     async def _post(self, step, binding):
         source, target = binding.places[step.source], binding.places[step.target]
         reads = step.kind == NIC_READ
-        peer = self.peers[step.side, (step.source if reads else step.target)[:2]]
+        peer = self.peers[step.side, side_of(step.source if reads else step.target)]
         local, remote = (target, source) if reads else (source, target)
         descriptors = self._descriptors(step, binding, READ if reads else WRITE, local, remote)
         pinned = []
