@@ -6,8 +6,8 @@ import numpy as np
 from kvio.engine.decode import DecodeEngine
 from kvio.engine.prefill import Prefill
 from kvio.errors import TransferError
-from kvio.loader import (COMPUTE, RELEASE, STORAGE_READ, Binding, Mover, persist_plan, read_plan,
-                         run_plan)
+from kvio.loader import (COMPUTE, RELEASE, STORAGE_READ, Binding, Mover, buffer_order, persist_plan,
+                         read_plan, run_plan)
 from kvio.loader.plan import DE_BUFFER, DE_HBM
 from kvio.scheduler import DE, PE
 
@@ -53,20 +53,15 @@ class Attempt:
                 self._release_buffer(place)
 
     async def _take_buffers(self, binding):
-        """All buffers in one order for everybody (that of the nodes, prefill nodes first), so
-        that nobody waits for what a later one holds."""
-        layout, wanted = self.layout, []
-        for part in self.parts:
-            if part.side != DE:
-                wanted.append((part.side, part.tokens[0] // layout.block_tokens,
-                               part.tokens[1] // layout.block_tokens))
-        wanted.append((DE, 0, layout.num_blocks(self.request.num_prompt_tokens)))
-        for side, first, stop in sorted(wanted, key=lambda w: self.nodes[w[0]].node_id):
-            node, place = self.nodes[side], f"{side}_buffer"
-            self._held[place] = ids = await node.buffer.acquire(stop - first)
-            # Block i of the request is block ids[i] of the place; before `first` there is none.
-            binding.places[place] = node.buffer_place(np.concatenate(
-                [np.full(first, -1, np.int64), ids]))
+        """All buffers before the first read, in the order that is everybody's."""
+        claims = buffer_order(self.layout, self.parts, self.request.num_prompt_tokens,
+                              lambda side: self.nodes[side].node_id)
+        for claim in claims:
+            node = self.nodes[claim.side]
+            self._held[claim.place] = ids = await node.buffer.acquire(claim.num_blocks)
+            # Block i of the request is block ids[i] of the place; before its first there is none.
+            binding.places[claim.place] = node.buffer_place(np.concatenate(
+                [np.full(claim.first, -1, np.int64), ids]))
 
     async def _perform(self, step, stay, binding):
         await stay.before(step)
