@@ -77,6 +77,7 @@ class Node:
         self.buffer = Buffer(BlockPool(layout, buffer_blocks, poison=True))
         self.buffer_key = nic.register(self.buffer.pool, access).key
         self.waiting_read_tokens = 0
+        self.wanted_blocks = 0          # of the buffer, by requests that wait for them
 
     @property
     def read_queue_tokens(self) -> int:
