@@ -171,8 +171,6 @@ class Batches:
                                      job.num_tokens - job.num_cached_tokens))
         attention = self.attention_time if self.quota_s is not None else None
         taken = pack_prefill(works, self.quota_s, attention)[len(members):]
-        if not members and not taken:               # a quota of less than a token: still, go on
-            taken = [(works[0].request_id, 1)]
         before = len(batch.chunks)
         for _, num_new in taken:
             job = self._ready[0]
