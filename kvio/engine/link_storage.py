@@ -1,8 +1,8 @@
 """Storage in link time: each storage NIC is a soft NIC, and the storage behind it has no limit.
 
-For runs by `run_in_link_time`, whose figures must not depend on a disk or on the machine: blocks lie
-in memory, and go from and to a node's buffer over that node's own paced soft NIC, on the fabric
-and in the time of everything else. What the engines use of a `BlockStore` is the same.
+For runs by `run_in_link_time`, whose figures must not depend on a disk or on the machine: blocks
+lie in memory, and go from and to a node's buffer over that node's own paced soft NIC, on the
+fabric and in the time of everything else. What the engines use of a `BlockStore` is the same.
 """
 import numpy as np
 
