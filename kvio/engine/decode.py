@@ -51,8 +51,9 @@ class Sequence:
 class DecodeEngine(Node):
     """One GPU's worth of decode: all its sequences advance by a token a step."""
 
-    def __init__(self, engine_id, name, layout, ring, nic, *, compute, buffer_blocks, hbm_blocks):
-        super().__init__(name, layout, ring, nic, buffer_blocks,
+    def __init__(self, engine_id, node_id, name, layout, ring, nic, *, compute, buffer_blocks,
+                 hbm_blocks):
+        super().__init__(node_id, name, layout, ring, nic, buffer_blocks,
                          Access.REMOTE_READ | Access.REMOTE_WRITE | Access.LOCAL_WRITE)
         self.engine_id, self.compute = engine_id, compute
         self.hbm = LayerPool(layout, hbm_blocks, poison=True)

@@ -6,6 +6,7 @@ import numpy as np
 from kvio.engine.clock import now_s
 from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout
+from kvio.loader import path_name
 
 __all__ = ["EngineRequest", "Session", "Turn", "predicted_hit_tokens", "stored_tokens"]
 
@@ -32,7 +33,7 @@ class Session:
 class EngineRequest:
     """A prompt on its way through the engines, and what became of it.
 
-    Times are seconds on the engines' clock. `num_hit_tokens` comes from the store, `path` and
+    Times are seconds on the engines' clock. `num_hit_tokens` comes from the store, `parts` and
     `reason` from the scheduler's route.
     """
 
@@ -43,7 +44,7 @@ class EngineRequest:
     keys: np.ndarray = field(repr=False)    # KEY_DTYPE, of the prompt's full blocks
     root: bytes                             # parent of the first block
     num_hit_tokens: int = 0
-    path: str = ""
+    parts: tuple = ()
     reason: str = ""
     arrived_s: float = field(default_factory=now_s)
     token_times: list = field(default_factory=list)
@@ -64,6 +65,11 @@ class EngineRequest:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt)
+
+    @property
+    def path(self) -> str:
+        """Who read the hits: "none", "pe", "de", "split" or "any"."""
+        return path_name(self.parts)
 
     @property
     def finished(self) -> bool:

@@ -1,15 +1,22 @@
 """Plans as plain data: every move of a request's KV, with its dependencies.
 
-A plan names *places*, not machines: `store`, `pe_buffer`, `pe_hbm`, `de_buffer`, `de_hbm`. An
-engine binds them to pools and NICs and carries the steps out; a simulator adds times to the very
-same steps; a test adds up their bytes. The labels are those of the arrows in the data-path
-figures of DualPath (arXiv 2602.21548), so that any arrow there can be found here.
+A plan names *places*, not machines: `store`, `pe_hbm`, `de_hbm`, and a DRAM buffer for each side:
+`pe_buffer`, `de_buffer`, and `h0_buffer`, `h1_buffer`... of nodes that only lend their storage
+NIC. An engine binds them to pools and NICs and carries the steps out; a simulator adds times to
+the very same steps; a test adds up their bytes. The labels are those of the arrows in the
+data-path figures of DualPath (arXiv 2602.21548), so that any arrow there can be found here.
 
-PE read path: store -> PE buffer; per layer: PE buffer -> PE HBM (the PE's own NIC, loop-back),
-compute, hit and miss KV -> DE buffer; then DE buffer -> DE HBM.
-DE read path: store -> DE buffer; per layer: the PE reads the layer from the DE buffer by RDMA,
-compute, only the miss KV -> DE buffer; then DE buffer -> DE HBM.
+Whoever reads, a request goes through three stages. *Loading*: each part of the hit tokens goes
+from the store into the buffer of the side that reads it. *Prefill*, in one chunk or more: layer by
+layer, the parts go into PE HBM, the chunk is computed, and what the DE buffer lacks of the layer
+is sent there. *Insertion*: the DE buffer goes into DE HBM, and decode begins.
+
+PE read path: one part, read by the PE. DE read path: one part, read by the DE, so that only miss
+KV is sent back. Split: the DE reads the first blocks, the PE the rest. Any node: helpers have
+parts as well. Push: who holds a part writes it into PE HBM, instead of the PE reading it (its own
+one by loop-back): the blocks of a layer lie one after the other there, so a write gathers many.
 """
+import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -24,13 +31,46 @@ STORE, PE_BUFFER, PE_HBM = "store", "pe_buffer", "pe_hbm"
 DE_BUFFER, DE_HBM = "de_buffer", "de_hbm"
 
 
+def side_of(place: str) -> str:
+    """"pe" of "pe_buffer", "h0" of "h0_buffer"."""
+    return place.split("_")[0]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Hit tokens [start, stop) of a request, whole blocks, that one storage NIC reads.
+
+    `side` is "pe", "de", or "h0", "h1"... for nodes that lend theirs; `node_id` says which node
+    that is to whoever made the route (a plan does not look at it).
+    """
+
+    side: str
+    tokens: tuple[int, int]
+    node_id: int | None = None
+
+    def __post_init__(self):
+        start, stop = self.tokens
+        if not re.fullmatch("pe|de|h[0-9]+", self.side) or not 0 <= start < stop:
+            raise InvalidArgument("a part needs the side 'pe', 'de' or 'h0', 'h1'..., and tokens "
+                                  f"start < stop; got {self}")
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens[1] - self.tokens[0]
+
+    @property
+    def buffer(self) -> str:
+        """The place that it is read into."""
+        return f"{self.side}_buffer"
+
+
 @dataclass(frozen=True)
 class Step:
     """One move (or computation, or release) of a token range of one request.
 
     `side` is who does it: the node whose storage NIC reads, the NIC that posts, the engine that
-    computes ("pe" or "de"). `layer` is None where all layers move at once. `after` are indices of
-    the steps that must have finished before.
+    computes. `layer` is None where all layers move at once. `after` are indices of the steps that
+    must have finished before.
     """
 
     index: int
@@ -56,19 +96,33 @@ class Step:
 class ReadPlan:
     """All steps from storage to a request that is ready to decode. Immutable once made.
 
-    `path` is "pe" (also Basic) or "de". Steps are in a valid order. `depth` layers at most of the
-    request lie in PE HBM at a time.
+    Steps are in a valid order. `depth` layers at most of the request lie in PE HBM at a time.
+    `chunks` are the miss tokens of each chunk.
     """
 
-    path: str
+    parts: tuple[Part, ...]
     num_hit_tokens: int
     num_miss_tokens: int
     depth: int
+    push: bool
+    chunks: tuple[int, ...]
     steps: tuple[Step, ...]
+
+    @property
+    def path(self) -> str:
+        return path_name(self.parts)
 
     @property
     def num_tokens(self) -> int:
         return self.num_hit_tokens + self.num_miss_tokens
+
+
+def path_name(parts) -> str:
+    """"none" (nothing is loaded), "pe", "de", "split" (both), or "any" (a helper has a part)."""
+    sides = [part.side for part in parts]
+    if any(side not in ("pe", "de") for side in sides):
+        return "any"
+    return {0: "none", 1: sides[0] if sides else "", 2: "split"}[len(sides)]
 
 
 class _Builder:
@@ -81,56 +135,133 @@ class _Builder:
                                labels))
         return len(self.steps) - 1
 
+    def release(self, place, tokens, after):
+        return self.add(RELEASE, side_of(place), place, place, None, tokens, after)
 
-def read_plan(layout: BlockLayout, path: str, num_hit_tokens: int, num_miss_tokens: int,
-              depth: int = 2) -> ReadPlan:
-    """The plan of one request on the read path "pe" or "de".
 
-    `num_hit_tokens` are whole blocks; `num_miss_tokens` >= 1 are computed. `depth` >= 1 is how
-    many layers of the request PE HBM holds: layer l + depth is fetched once layer l has been
-    computed *and* sent on, so depth 2 overlaps moving with computing.
+def read_plan(layout: BlockLayout, parts, num_hit_tokens: int, num_miss_tokens: int,
+              depth: int = 2, *, push: bool = False, chunks=None) -> ReadPlan:
+    """The plan of one request.
+
+    `parts` say who reads which hit tokens: "pe" or "de" for all of them, or `Part`s that follow
+    one another from token 0 on, at most one a side, the DE's first. `num_hit_tokens` are whole
+    blocks; `num_miss_tokens` >= 1 are computed, in `chunks` (miss tokens of each; one by default).
+    `depth` >= 1 is how many layers of the request PE HBM holds: layer l + depth is fetched once
+    layer l has been computed *and* sent on, so depth 2 overlaps moving with computing.
     """
-    if path not in ("pe", "de"):
-        raise InvalidArgument(f"path must be 'pe' or 'de', not {path!r}")
-    if num_hit_tokens < 0 or num_hit_tokens % layout.block_tokens or num_miss_tokens < 1:
-        raise InvalidArgument(f"hits come in whole blocks of {layout.block_tokens} tokens and one "
-                              f"token at least is computed; got {num_hit_tokens} hit and "
-                              f"{num_miss_tokens} miss tokens")
+    parts = checked_parts(layout, parts, num_hit_tokens)
+    chunks = (num_miss_tokens,) if chunks is None else tuple(chunks)
+    if num_miss_tokens < 1 or sum(chunks) != num_miss_tokens or min(chunks, default=0) < 1:
+        raise InvalidArgument(f"one token at least is computed, and each in one chunk; got "
+                              f"{num_miss_tokens} miss tokens in chunks {chunks}")
+    stages, start = [load_steps(parts)], num_hit_tokens
+    for count in chunks:
+        stages.append(chunk_steps(layout, parts, num_hit_tokens, (start, start + count), depth,
+                                  push=push, last=start + count == sum((num_hit_tokens, *chunks))))
+        start += count
+    stages.append(insert_steps(layout, start, path_name(parts)))
+    return ReadPlan(parts, num_hit_tokens, num_miss_tokens, depth, push, chunks, _chained(stages))
+
+
+def checked_parts(layout: BlockLayout, parts, num_hit_tokens: int) -> tuple[Part, ...]:
+    """Parts that cover the hit tokens exactly; InvalidArgument that says what they lack."""
+    tokens = layout.block_tokens
+    if num_hit_tokens < 0 or num_hit_tokens % tokens:
+        raise InvalidArgument(f"hits come in whole blocks of {tokens} tokens, not {num_hit_tokens}")
+    if isinstance(parts, str):
+        if parts not in ("pe", "de"):
+            raise InvalidArgument(f"path must be 'pe' or 'de', not {parts!r}")
+        parts = [Part(parts, (0, num_hit_tokens))] if num_hit_tokens else []
+    parts = tuple(parts)
+    borders = [0, *(part.tokens[1] for part in parts)]
+    sides = [part.side for part in parts]
+    if [part.tokens[0] for part in parts] != borders[:-1] or borders[-1] != num_hit_tokens or \
+            any(border % tokens for border in borders) or len(set(sides)) < len(sides) or \
+            "de" in sides[1:]:
+        raise InvalidArgument(
+            f"parts follow one another over the {num_hit_tokens} hit tokens in whole blocks of "
+            f"{tokens}, one a side, the DE's first; got {parts}")
+    return parts
+
+
+def _chained(stages) -> tuple[Step, ...]:
+    """Stages one after the other: what waits for nothing waits for the whole stage before."""
+    steps, before = [], ()
+    for stage in stages:
+        first = len(steps)
+        for step in stage:
+            after = tuple(first + i for i in step.after) or before
+            steps.append(Step(first + step.index, step.kind, step.side, step.source, step.target,
+                              step.layer, step.tokens, after, step.labels))
+        if stage:
+            before = tuple(range(first, len(steps)))
+    return tuple(steps)
+
+
+def load_steps(parts) -> tuple[Step, ...]:
+    """The stage that loads: all parts at once, each by its own storage NIC. Indices from 0."""
+    build = _Builder()
+    for part in parts:
+        build.add(STORAGE_READ, part.side, STORE, part.buffer, None, part.tokens, (),
+                  (f"{part.side.upper()} 1", f"{part.side.upper()} 2")
+                  if part.side in ("pe", "de") else ())
+    return tuple(build.steps)
+
+
+def chunk_steps(layout: BlockLayout, parts, num_hit_tokens: int, computed: tuple[int, int],
+                depth: int = 2, *, push: bool = False, last: bool = True) -> tuple[Step, ...]:
+    """The stage that computes tokens [start, stop) = `computed` layer by layer. Indices from 0.
+
+    The first chunk starts at `num_hit_tokens`. Later ones find what chunks before them computed
+    in the DE buffer. With the `last` one the buffers of the parts are done with.
+    """
     if depth < 1:
         raise InvalidArgument(f"depth must be at least 1, not {depth}")
-    build, last = _Builder(), layout.num_layers - 1
-    hits, total = (0, num_hit_tokens), num_hit_tokens + num_miss_tokens
-    buffer = PE_BUFFER if path == "pe" else DE_BUFFER
-    stored = None
-    if num_hit_tokens:
-        stored = build.add(STORAGE_READ, path, STORE, buffer, None, hits, (),
-                           (f"{path.upper()} 1", f"{path.upper()} 2"))
-    computed, sent, loads = [], [], []
+    build, (start, stop) = _Builder(), computed
+    first = start == num_hit_tokens
+    at_de = next((part.tokens[1] for part in parts if part.side == "de"), 0)
+    back = (at_de if first else start // layout.block_tokens * layout.block_tokens, stop)
+    labels = ("PE 5", "PE 6", "PE 7") if first and at_de < num_hit_tokens else ()
+    inputs = _inputs(parts, num_hit_tokens, start, push)
+    computes, sent, loads = [], [], []
     for layer in range(layout.num_layers):
-        slot_free = (computed[layer - depth], sent[layer - depth]) if layer >= depth else ()
-        if num_hit_tokens:
-            loads.append(_load(build, path, layer, hits, (stored, *loads[-1:], *slot_free)))
-        computed.append(build.add(COMPUTE, "pe", PE_HBM, PE_HBM, layer, (hits[1], total),
-                                  (*loads[-1:], *computed[-1:], *slot_free)))
-        back = (0, total) if path == "pe" else (hits[1], total)
+        slot_free = (computes[layer - depth], sent[layer - depth]) if layer >= depth else ()
+        before = (*(loads[-1] if loads else ()), *slot_free)
+        loads.append([build.add(kind, side, source, PE_HBM, layer, tokens, before, arrows)
+                      for kind, side, source, tokens, arrows in inputs])
+        computes.append(build.add(COMPUTE, "pe", PE_HBM, PE_HBM, layer, computed,
+                                  (*loads[-1], *computes[-1:], *slot_free)))
         sent.append(build.add(NIC_WRITE, "pe", PE_HBM, DE_BUFFER, layer, back,
-                              (computed[-1], *sent[-1:]),
-                              ("PE 5", "PE 6", "PE 7") if path == "pe" else ()))
-    if path == "pe" and num_hit_tokens:
-        build.add(RELEASE, "pe", PE_BUFFER, PE_BUFFER, None, hits, loads[last:])
-    build.add(RELEASE, "pe", PE_HBM, PE_HBM, None, (0, total), (computed[last], sent[last]))
-    labels = ("PE 8", "PE 9") if path == "pe" else ("DE 6", "DE 7")
-    inserts = [build.add(NIC_READ, "de", DE_BUFFER, DE_HBM, layer, (0, total), sent[last:],
-                         labels) for layer in range(layout.num_layers)]
-    build.add(RELEASE, "de", DE_BUFFER, DE_BUFFER, None, (0, total), inserts)
-    return ReadPlan(path, num_hit_tokens, num_miss_tokens, depth, tuple(build.steps))
+                              (computes[-1], *sent[-1:]), labels))
+    if last:
+        for part in parts:
+            if part.side != "de":
+                build.release(part.buffer, part.tokens, loads[-1])
+    build.release(PE_HBM, (0, stop), (computes[-1], sent[-1]))
+    return tuple(build.steps)
 
 
-def _load(build, path, layer, hits, after):
-    if path == "pe":
-        return build.add(NIC_READ, "pe", PE_BUFFER, PE_HBM, layer, hits, after, ("PE 3", "PE 4"))
-    return build.add(NIC_READ, "pe", DE_BUFFER, PE_HBM, layer, hits, after,
-                     ("DE 3", "DE 4", "DE 5"))
+def _inputs(parts, num_hit_tokens, start, push):
+    """What a layer of PE HBM is filled from: (kind, side, source, tokens, labels) each."""
+    found = []
+    for part in parts:
+        arrows = {"pe": ("PE 3", "PE 4"), "de": ("DE 3", "DE 4", "DE 5")}.get(part.side, ())
+        found.append((NIC_WRITE if push else NIC_READ, part.side if push else "pe",
+                      part.buffer, part.tokens, arrows))
+    if start > num_hit_tokens:              # what the chunks before have computed
+        found.append((NIC_WRITE if push else NIC_READ, "de" if push else "pe", DE_BUFFER,
+                      (num_hit_tokens, start), ()))
+    return found
+
+
+def insert_steps(layout: BlockLayout, num_tokens: int, path: str = "de") -> tuple[Step, ...]:
+    """The stage that makes a request ready to decode: DE buffer -> DE HBM. Indices from 0."""
+    build, whole = _Builder(), (0, num_tokens)
+    labels = ("DE 6", "DE 7") if path == "de" else ("PE 8", "PE 9")
+    inserts = [build.add(NIC_READ, "de", DE_BUFFER, DE_HBM, layer, whole, (), labels)
+               for layer in range(layout.num_layers)]
+    build.release(DE_BUFFER, whole, inserts)
+    return tuple(build.steps)
 
 
 def persist_plan(layout: BlockLayout, block: int, from_hbm: bool) -> tuple[Step, ...]:
@@ -145,12 +276,12 @@ def persist_plan(layout: BlockLayout, block: int, from_hbm: bool) -> tuple[Step,
               for layer in range(layout.num_layers)] if from_hbm else []
     written = build.add(STORAGE_WRITE, "de", DE_BUFFER, STORE, None, tokens, copied)
     if from_hbm:
-        build.add(RELEASE, "de", DE_BUFFER, DE_BUFFER, None, tokens, (written,))
+        build.release(DE_BUFFER, tokens, (written,))
     return tuple(build.steps)
 
 
 def traffic(steps, layout: BlockLayout) -> Counter:
-    """Bytes per port: ("pe" | "de", "tx" | "rx" | "snic_read" | "snic_write").
+    """Bytes per port: (side, "tx" | "rx" | "snic_read" | "snic_write").
 
     tx is what a compute NIC reads out of its node's memory, rx what it writes into it (the
     paper's "CNIC read" and "CNIC write"); loop-back counts as both.
@@ -163,6 +294,6 @@ def traffic(steps, layout: BlockLayout) -> Counter:
         elif step.kind == STORAGE_WRITE:
             total[step.side, "snic_write"] += nbytes
         elif step.kind in (NIC_READ, NIC_WRITE):
-            total[step.source[:2], "tx"] += nbytes
-            total[step.target[:2], "rx"] += nbytes
+            total[side_of(step.source), "tx"] += nbytes
+            total[side_of(step.target), "rx"] += nbytes
     return total

@@ -117,7 +117,7 @@ def test_bytes_at_every_port_are_those_of_the_plans(tmp_path, mode):
                     for port in ("tx", "rx", "snic_read", "snic_write")}
         for requests in served.values():
             for r in requests:
-                moved = traffic(read_plan(LAYOUT, r.path, r.num_hit_tokens,
+                moved = traffic(read_plan(LAYOUT, r.parts, r.num_hit_tokens,
                                           r.num_prompt_tokens - r.num_hit_tokens).steps, LAYOUT)
                 stored = LAYOUT.num_full_blocks(r.num_prompt_tokens + len(r.generated) - 1)
                 for block in range(r.num_hit_tokens // 16, stored):
