@@ -14,12 +14,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 def programs(folder):
     """The README's Python, with its store in `folder`."""
     found = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert all("/tmp/kv" in code for code in found)
+    assert len(found) == 5 and all("/tmp/kv" in code for code in found[:4])
     return [code.replace("/tmp/kv", str(folder)) for code in found]
 
 
 def test_the_tour_runs_while_another_process_waits_for_its_blocks(tmp_path):
-    tour, _, _, reader = programs(tmp_path / "kv")
+    tour, _, _, reader, _ = programs(tmp_path / "kv")
     other = subprocess.Popen([sys.executable, "-c", reader], stdout=subprocess.PIPE, text=True)
     while not (tmp_path / "kv" / "kvio.json").exists() and other.poll() is None:
         time.sleep(0.01)                # it has opened an empty store
@@ -29,7 +29,7 @@ def test_the_tour_runs_while_another_process_waits_for_its_blocks(tmp_path):
 
 
 def test_one_process_reads_what_another_has_registered(tmp_path):
-    _, owner, reader, _ = programs(tmp_path / "kv")
+    _, owner, reader, *_ = programs(tmp_path / "kv")
     serving = subprocess.Popen([sys.executable, "-u", "-c", owner], stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, text=True)
     with serving:
@@ -41,13 +41,20 @@ def test_one_process_reads_what_another_has_registered(tmp_path):
     assert not (tmp_path / "kv.sock").exists()
 
 
+def test_a_request_is_routed_over_both_sides(tmp_path, capsys):
+    exec(compile(programs(tmp_path)[4], "README.md", "exec"), {})
+    routed, moved = capsys.readouterr().out.splitlines()
+    assert routed.startswith("split [('de', ") and "20000 (PE)" in routed
+    assert " steps; " in moved and "snic_read" in moved
+
+
 def test_the_commands_about_transfers_are_understood():
     text = (ROOT / "README.md").read_text()
-    lines = re.findall(r"^kvio ((?:bench|demo|qos) .*?)(?:  +#.*)?$", text, re.M)
-    assert len(lines) == 4
+    lines = re.findall(r"^kvio ((?:analyze|bench|demo|qos) .*?)(?:  +#.*)?$", text, re.M)
+    assert len(lines) == 7
     for line in lines:
         arguments = cli.parser().parse_args(line.split())
-        if line.startswith("qos"):
+        if line.startswith(("qos", "analyze")):
             assert arguments.run(arguments) == 0
 
 
