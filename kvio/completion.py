@@ -241,17 +241,25 @@ class _Waker:
                     woken.set_result(None)
 
 
-# Without a reference to the loop, which would keep it for ever.
-_wakers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Waker]"
+# loop -> a weak reference to its waker, which the loop keeps, by its reader. Nothing here keeps a
+# loop: what a waker knows refers to it.
+_wakers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[_Waker]]"
 _wakers = weakref.WeakKeyDictionary()
+
+
+def _waker_of(loop):
+    known = _wakers.get(loop)
+    waker = known() if known else None
+    if waker is None:
+        waker = _Waker(loop)
+        _wakers[loop] = weakref.ref(waker)
+    return waker
 
 
 def _drained_in_loop(handle):
     """Until the handle's batch has drained, without blocking the running loop."""
     loop = asyncio.get_running_loop()
-    waker = _wakers.get(loop)
-    if waker is None:
-        waker = _wakers[loop] = _Waker(loop)
+    waker = _waker_of(loop)
     fds = [fd for fd in (handle.fileno(), handle.drive_fd()) if fd >= 0]
     waiter = handle, loop.create_future()
     for fd in fds:
