@@ -213,15 +213,15 @@ class _Waker:
 
     def __init__(self, loop):
         self.epoll = select.epoll()
-        self.waiting = {}                       # fd -> (handle, future) of each who waits, in turn
+        self.waiting = {}                       # fd -> {future: handle} of those who wait, in turn
         loop.add_reader(self.epoll.fileno(), self._readable)
 
-    def add(self, fd, waiter):
-        self.waiting.setdefault(fd, []).append(waiter)
+    def add(self, fd, woken, handle):
+        self.waiting.setdefault(fd, {})[woken] = handle
 
-    def remove(self, fd, waiter):
+    def remove(self, fd, woken):
         waiting = self.waiting[fd]
-        waiting.remove(waiter)
+        del waiting[woken]
         if not waiting:
             del self.waiting[fd]
 
@@ -233,7 +233,7 @@ class _Waker:
 
     def _readable(self):
         for fd, _ in self.epoll.poll(0, MOST_EVENTS):
-            for handle, woken in list(self.waiting.get(fd, ())):
+            for woken, handle in list(self.waiting.get(fd, {}).items()):
                 if not handle.poll():           # this drove the fabric, for the others too: whose
                     self.arm(fd)                # batch has drained hears of it by its eventfd
                     break
@@ -261,14 +261,13 @@ def _drained_in_loop(handle):
     loop = asyncio.get_running_loop()
     waker = _waker_of(loop)
     fds = [fd for fd in (handle.fileno(), handle.drive_fd()) if fd >= 0]
-    waiter = handle, loop.create_future()
+    woken = loop.create_future()
     for fd in fds:
-        waker.add(fd, waiter)
+        waker.add(fd, woken, handle)
     try:
         for fd in fds:
             waker.arm(fd)
-        if not handle.poll():
-            yield from waiter[1]
+        yield from woken
     finally:
         for fd in fds:
-            waker.remove(fd, waiter)
+            waker.remove(fd, woken)
