@@ -216,14 +216,16 @@ class _Waker:
         self.waiting = {}                       # fd -> {future: handle} of those who wait, in turn
         loop.add_reader(self.epoll.fileno(), self._readable)
 
-    def add(self, fd, woken, handle):
-        self.waiting.setdefault(fd, {})[woken] = handle
+    def add(self, fds, woken, handle):
+        for fd in fds:
+            self.waiting.setdefault(fd, {})[woken] = handle
 
-    def remove(self, fd, woken):
-        waiting = self.waiting[fd]
-        del waiting[woken]
-        if not waiting:
-            del self.waiting[fd]
+    def remove(self, fds, woken):
+        for fd in fds:
+            waiting = self.waiting[fd]
+            del waiting[woken]
+            if not waiting:
+                del self.waiting[fd]
 
     def arm(self, fd):
         try:
@@ -262,12 +264,10 @@ def _drained_in_loop(handle):
     waker = _waker_of(loop)
     fds = [fd for fd in (handle.fileno(), handle.drive_fd()) if fd >= 0]
     woken = loop.create_future()
-    for fd in fds:
-        waker.add(fd, woken, handle)
+    waker.add(fds, woken, handle)
     try:
         for fd in fds:
             waker.arm(fd)
         yield from woken
     finally:
-        for fd in fds:
-            waker.remove(fd, woken)
+        waker.remove(fds, woken)
