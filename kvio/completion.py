@@ -10,6 +10,8 @@ the one interface users see. A handle is anything with
     drive_fd() -> int       an fd that is readable when poll() would make progress, or -1 where
                             a C thread makes the progress
     status                  int32 array, one per element: 0, -EINPROGRESS or -errno
+    succeeded() -> bool     all are 0; not needed where the transfer has a `finish`. An array made
+                            of the status costs an `await` on cold caches as much as its waking
     stats() -> dict         nbytes, submitted_ns, completed_ns (CLOCK_MONOTONIC)
     abandon()               it was never submitted and will not be: from now on it has drained
 
