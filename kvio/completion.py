@@ -23,6 +23,7 @@ anybody still looks at the `Transfer`. So each one is held in `_in_flight`, with
 blocks there) and the memory becomes anybody's.
 """
 import asyncio
+import collections
 import errno
 import numbers
 import os
@@ -215,19 +216,10 @@ class _Waker:
 
     def __init__(self, loop):
         self.epoll = select.epoll()
-        self.waiting = {}                       # fd -> {future: handle} of those who wait, in turn
+        # fd -> {future: handle} of those who wait, in turn. The inner ones stay: there are no more
+        # of them than numbers of descriptors.
+        self.waiting = collections.defaultdict(dict)
         loop.add_reader(self.epoll.fileno(), self._readable)
-
-    def add(self, fds, woken, handle):
-        for fd in fds:
-            self.waiting.setdefault(fd, {})[woken] = handle
-
-    def remove(self, fds, woken):
-        for fd in fds:
-            waiting = self.waiting[fd]
-            del waiting[woken]
-            if not waiting:
-                del self.waiting[fd]
 
     def arm(self, fd):
         try:
@@ -237,7 +229,7 @@ class _Waker:
 
     def _readable(self):
         for fd, _ in self.epoll.poll(0, MOST_EVENTS):
-            for woken, handle in list(self.waiting.get(fd, {}).items()):
+            for woken, handle in list(self.waiting[fd].items()):
                 if not handle.poll():           # this drove the fabric, for the others too: whose
                     self.arm(fd)                # batch has drained hears of it by its eventfd
                     break
@@ -266,10 +258,13 @@ def _drained_in_loop(handle):
     waker = _waker_of(loop)
     fds = [fd for fd in (handle.fileno(), handle.drive_fd()) if fd >= 0]
     woken = loop.create_future()
-    waker.add(fds, woken, handle)
+    places = [waker.waiting[fd] for fd in fds]
+    for place in places:
+        place[woken] = handle
     try:
         for fd in fds:
             waker.arm(fd)
         yield from woken
     finally:
-        waker.remove(fds, woken)
+        for place in places:
+            del place[woken]
