@@ -10,6 +10,8 @@ the one interface users see. A handle is anything with
     drive_fd() -> int       an fd that is readable when poll() would make progress, or -1 where
                             a C thread makes the progress
     status                  int32 array, one per element: 0, -EINPROGRESS or -errno
+    succeeded() -> bool     all are 0; not needed where the transfer has a `finish`. An array made
+                            of the status costs an `await` on cold caches as much as its waking
     stats() -> dict         nbytes, submitted_ns, completed_ns (CLOCK_MONOTONIC)
     abandon()               it was never submitted and will not be: from now on it has drained
 
@@ -21,9 +23,11 @@ anybody still looks at the `Transfer`. So each one is held in `_in_flight`, with
 blocks there) and the memory becomes anybody's.
 """
 import asyncio
+import collections
 import errno
 import numbers
 import os
+import select
 import threading
 import weakref
 
@@ -33,6 +37,9 @@ from kvio import memory
 from kvio.errors import Closed, InvalidArgument, TransferError, TransferTimeout, errno_name
 
 __all__ = ["Transfer", "in_flight", "reap"]
+
+ONE_SHOT = select.EPOLLIN | select.EPOLLONESHOT
+MOST_EVENTS = 64                # at once; the rest next time around
 
 _in_flight: set = set()
 _lock = threading.RLock()       # the garbage collector may run a transfer's end inside of us
@@ -115,7 +122,7 @@ class Transfer:
     def __await__(self):
         self._check_process()
         if not self._handle.poll():
-            yield from _readable(self._handle).__await__()
+            yield from _drained_in_loop(self._handle)
         return self._result()
 
     def cancel(self) -> None:
@@ -137,7 +144,9 @@ class Transfer:
 
     def _result(self):
         self._drained()
-        return (self._finish or self._all_or_error)(self.status)
+        if self._finish is not None:
+            return self._finish(self.status)
+        return None if self._handle.succeeded() else self._failure(self.status)
 
     def _drained(self):
         with _lock:
@@ -146,10 +155,8 @@ class Transfer:
         for callback in on_drain or ():
             callback()
 
-    def _all_or_error(self, status):
+    def _failure(self, status):
         bad, = status.nonzero()
-        if len(bad) == 0:
-            return None
         first = int(bad[0])
         explain = getattr(self._handle, "explain", None)
         why = explain(first) if explain else errno_name(status[first])
@@ -194,58 +201,70 @@ _of_parents = None
 os.register_at_fork(after_in_child=_forget_parents)
 
 
-class _Readers:
-    """What an event loop watches for those who await transfers: the eventfd of each handle, and
-    the drive fd of each fabric of soft NICs. A loop has one reader a descriptor, but any number
-    of tasks may await one transfer, and any number of transfers are of one fabric."""
+class _Waker:
+    """Wakes those in one event loop who await transfers.
 
-    def __init__(self):
-        self.waiting = {}                       # fd -> what to call, until one returns False
+    A loop watches one descriptor for all of them and for as long as it lives: an epoll of our own.
+    In that are the eventfd of each handle and the drive fd of each fabric of soft NICs and of each
+    verbs NIC. Adding and removing a reader costs a loop some 10 us each, an epoll one system call.
 
-    def add(self, loop, fd, callback):
-        if fd not in self.waiting:
-            loop.add_reader(fd, self._readable, fd)
-            self.waiting[fd] = []
-        self.waiting[fd].append(callback)
+    All are *one-shot*. What became readable says so once and is silent until somebody arms it
+    again, so nobody has to take it out: without anybody waiting it cannot keep the loop awake, and
+    closing takes it away. The number of a descriptor that was closed may come back as another one:
+    so `arm` relies on what the kernel knows of it, not on what we have put in.
+    """
 
-    def remove(self, loop, fd, callback):
-        self.waiting[fd].remove(callback)
-        if not self.waiting[fd]:
-            del self.waiting[fd]
-            loop.remove_reader(fd)
+    def __init__(self, loop):
+        self.epoll = select.epoll()
+        # fd -> {future: handle} of those who wait, in turn. The inner ones stay: there are no more
+        # of them than numbers of descriptors.
+        self.waiting = collections.defaultdict(dict)
+        loop.add_reader(self.epoll.fileno(), self._readable)
 
-    def _readable(self, fd):
-        for callback in list(self.waiting.get(fd, ())):
-            if not callback():
-                break
+    def arm(self, fd):
+        try:
+            self.epoll.modify(fd, ONE_SHOT)
+        except FileNotFoundError:
+            self.epoll.register(fd, ONE_SHOT)
+
+    def _readable(self):
+        for fd, _ in self.epoll.poll(0, MOST_EVENTS):
+            for woken, handle in list(self.waiting[fd].items()):
+                if not handle.poll():           # this drove the fabric, for the others too: whose
+                    self.arm(fd)                # batch has drained hears of it by its eventfd
+                    break
+                if not woken.done():
+                    woken.set_result(None)
 
 
-# Without a reference to the loop, which would keep it for ever.
-_readers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Readers]"
-_readers = weakref.WeakKeyDictionary()
+# loop -> a weak reference to its waker, which the loop keeps, by its reader. Nothing here keeps a
+# loop: what a waker knows refers to it.
+_wakers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[_Waker]]"
+_wakers = weakref.WeakKeyDictionary()
 
 
-async def _readable(handle) -> None:
+def _waker_of(loop):
+    known = _wakers.get(loop)
+    waker = known() if known else None
+    if waker is None:
+        waker = _Waker(loop)
+        _wakers[loop] = weakref.ref(waker)
+    return waker
+
+
+def _drained_in_loop(handle):
     """Until the handle's batch has drained, without blocking the running loop."""
     loop = asyncio.get_running_loop()
-    readers = _readers.setdefault(loop, _Readers())
-    woken, fd, drive_fd = loop.create_future(), handle.fileno(), handle.drive_fd()
-
-    def wake():
-        if not woken.done():
-            woken.set_result(None)
-        return True
-
-    def drive():                                # the whole fabric, unless ours has drained
-        return handle.poll() and wake()
-
-    watched = [(fd, wake)] + ([(drive_fd, drive)] if drive_fd >= 0 else [])
-    for each in watched:
-        readers.add(loop, *each)
+    waker = _waker_of(loop)
+    fds = [fd for fd in (handle.fileno(), handle.drive_fd()) if fd >= 0]
+    woken = loop.create_future()
+    places = [waker.waiting[fd] for fd in fds]
+    for place in places:
+        place[woken] = handle
     try:
-        while not handle.poll():
-            await woken
-            woken = loop.create_future()
+        for fd in fds:
+            waker.arm(fd)
+        yield from woken
     finally:
-        for each in watched:
-            readers.remove(loop, *each)
+        for place in places:
+            del place[woken]

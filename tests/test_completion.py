@@ -9,46 +9,13 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
+from handles import Fabric, Handle
 from kvio import completion
 from kvio.completion import Transfer
 from kvio.errors import Busy, Closed, InvalidArgument, OutOfBlocks, TransferError, TransferTimeout
 from kvio.layout import BlockLayout
 from kvio.memory import BlockPool
 from kvio.storage import BlockStore
-
-
-class Handle:
-    """The handle protocol, completed by `finish`."""
-
-    def __init__(self, count=3):
-        self.status = np.full(count, -errno.EINPROGRESS, np.int32)
-        self.fd, self.canceled = os.eventfd(0), False
-
-    def finish(self, *status):
-        self.status[:] = status or 0
-        os.eventfd_write(self.fd, 1)
-
-    def poll(self):
-        return bool((self.status != -errno.EINPROGRESS).all())
-
-    def wait(self, timeout_s):
-        return self.poll()
-
-    def cancel(self):
-        self.canceled = True
-        self.finish(-errno.ECANCELED)
-
-    def fileno(self):
-        return self.fd
-
-    def drive_fd(self):
-        return -1
-
-    def stats(self):
-        return {"nbytes": 1}
-
-    def __del__(self):
-        os.close(self.fd)
 
 
 def test_done_status_and_result():
@@ -208,16 +175,14 @@ def test_an_event_loop_is_not_kept_by_the_nics_that_were_awaited_in_it():
 
     async def main():
         loops.append(weakref.ref(asyncio.get_running_loop()))
-        handle = Handle()
-        handle.drive_fd = lambda: drive_fd
+        handle = Handle(fabric=fabric)
         asyncio.get_running_loop().call_later(0.001, handle.finish)
         await Transfer(handle, "read")
 
-    drive_fd = os.eventfd(0)
+    fabric = Fabric()
     asyncio.run(main())
     gc.collect()
     assert loops[0]() is None
-    os.close(drive_fd)
 
 
 @pytest.mark.parametrize("ring", [True, False])

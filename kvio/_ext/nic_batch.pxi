@@ -116,6 +116,14 @@ cdef class Batch:
         """int32 per element: 0, -EINPROGRESS or -errno. A view that follows the batch."""
         return memoryview(self)
 
+    def succeeded(self) -> bool:
+        """Is every element's status 0?"""
+        cdef uint32_t i
+        for i in range(self._info.count):
+            if self._info.status[i]:
+                return False
+        return True
+
     def stats(self) -> dict:
         self._look()
         return dict(nbytes=self._info.nbytes, submitted_ns=self._info.submitted_ns,

@@ -54,6 +54,7 @@
 #define COUNTERS(X) \
 	X(post_calls) X(work_requests) X(signalled) X(sges) X(reads) X(writes) X(cqes) \
 	X(errors) X(nbytes) X(notifies) X(events) X(wr_starts) X(reg_mrs) X(reg_dmabufs) \
+	X(event_ns)			/* CLOCK_MONOTONIC before the last completion event */ \
 	X(contexts) X(pds) X(mrs) X(channels) X(cqs) X(qps)
 
 #define AS_SETTING(name, value) uint64_t name;

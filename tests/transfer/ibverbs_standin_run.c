@@ -233,6 +233,7 @@ static void push(struct standin_qp *qp, const struct standin_wqe *wqe, uint32_t 
 	if (cq->armed && channel) {
 		cq->armed = false;
 		COUNT(device, events, 1);
+		__atomic_store_n(&device->count.event_ns, now_ns(), __ATOMIC_RELAXED);
 		if (write(channel->write_fd, &cq, sizeof(cq)) != (ssize_t)sizeof(cq))
 			die("nobody reads the completion channel");
 	}
