@@ -177,7 +177,7 @@ cdef extern from "kvio/nic.h" nogil:
     int kvio_nic_open(kvio_nic **out, const kvio_nic_ops *ops, const kvio_nic_params *params)
     int kvio_nic_close(kvio_nic *nic)
     int kvio_nic_drain(kvio_nic *nic, int cancel, uint64_t timeout_ns)
-    void kvio_nic_free(kvio_nic *nic)
+    int kvio_nic_free(kvio_nic *nic)
     void kvio_nic_counters(kvio_nic *nic, kvio_counters *out)
     int kvio_nic_in_flight(kvio_nic *nic)
     int kvio_nic_event_fd(kvio_nic *nic)
