@@ -35,6 +35,7 @@ class Connection:
         self.steps = steps(self.codec, secret, self.link, classes)
         self.peer, self.is_live, self.parting = None, False, False
         self.told, self._unheard = set(), {}            # keys; (kind, key) -> waiters
+        self._unknown = {}                              # keys it has not acknowledged -> since
         self._requests, self._next_request = {}, 0      # id -> waiter
         self._deferred = collections.deque()
         self._parted = []                               # waiters for the end
@@ -157,6 +158,8 @@ class Connection:
         if kind == frames.READY:
             self._on_ready(body)
         elif kind == frames.ACK:
+            if body.get("of") == frames.REGION:
+                self._unknown.pop(body.get("key"), None)
             for waiter in self._unheard.pop((body.get("of"), body.get("key")), ()):
                 waiter.answered(self)
         elif kind == frames.RESET and self.peer is not None:
@@ -258,6 +261,7 @@ class Connection:
                 return False
             raise
         self.told.add(key)
+        self._unknown[key] = time.monotonic()
         self._unheard[frames.REGION, key] = []
         fds = () if fd is None else (fd,)
         self.send(frames.REGION, {"ad": ad.hex(), "fds": len(fds)}, fds)
@@ -275,6 +279,8 @@ class Connection:
         waiters = self._unheard.get((kind, key))
         if waiters is None or waiter is None:
             return False
+        if kind == frames.REGION and self.control.is_late(next(iter(self._unknown.values()))):
+            return False            # it is stopped: nobody waits twice for that
         waiters.append(waiter)
         return True
 
