@@ -321,6 +321,8 @@ int kvio_nic_drive(struct kvio_nic *nic);
 int kvio_nic_reg(struct kvio_nic *nic, uint64_t addr, uint64_t nbytes, uint32_t access,
 		 uint64_t *key);
 int kvio_nic_dereg(struct kvio_nic *nic, uint64_t key);	/* -EBUSY in flight, -ENOENT unknown */
+/* Does a batch of this NIC that is in flight name the region? */
+int kvio_nic_names(struct kvio_nic *nic, uint64_t key);
 
 /* The advertisement of a region that others may use: its length, or -ENOSPC if it is longer than
  * room, -ENOENT for an unknown key, -EACCES if no remote access is given. */

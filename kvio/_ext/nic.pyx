@@ -158,6 +158,11 @@ cdef class Nic:
         check(kvio_nic_dereg(self._nic, key))
         del self.owners[key]
 
+    def check_idle(self, uint64_t key):
+        """EBUSY while a batch of this NIC names the region."""
+        self._check_open()
+        check(-EBUSY if kvio_nic_names(self._nic, key) else 0)
+
     def describe(self, uint64_t key) -> bytes:
         """What another process has to know of a region: see Far.add. ENOENT, EACCES."""
         cdef bytes out
