@@ -5,7 +5,12 @@ import numpy as np
 
 from kvio.layout import READ, WR_DTYPE, WRITE
 from kvio.pages import sealed_memfd
-from kvio.transfer import COLLECTIVE, KV
+from kvio.transfer import COLLECTIVE, KV, Nic, control
+
+# Under sanitizers, and on busy machines, everything takes longer: .ci/sanitize sets it.
+PATIENCE = float(os.environ.get("KVIO_PATIENCE", "1"))
+control.HANDSHAKE_S *= PATIENCE
+Nic.connect.__kwdefaults__["timeout"] *= PATIENCE
 
 
 def requests(opcode, local, remote, local_at, remote_at, length):

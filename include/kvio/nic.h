@@ -315,8 +315,10 @@ int kvio_nic_close(struct kvio_nic *nic);
 /* Until nothing is in flight, at most timeout_ns; `cancel` gives up what has not started.
  * How many batches are left. */
 int kvio_nic_drain(struct kvio_nic *nic, int cancel, uint64_t timeout_ns);
-/* For destructors: gives up what is in flight, cannot fail. NULL is fine. */
-void kvio_nic_free(struct kvio_nic *nic);
+/* For destructors: gives up what is in flight. NULL is fine. Not 0: that many batches are still the
+ * device's, which neither says what became of them nor lets their queue pair go. Then nothing was
+ * freed, ever will be, and their memory must never be used for anything else. */
+int kvio_nic_free(struct kvio_nic *nic);
 void kvio_nic_counters(struct kvio_nic *nic, struct kvio_counters *out);
 uint64_t kvio_nic_clock(struct kvio_nic *nic);
 int kvio_nic_in_flight(struct kvio_nic *nic);
@@ -328,6 +330,8 @@ int kvio_nic_drive(struct kvio_nic *nic);
 int kvio_nic_reg(struct kvio_nic *nic, uint64_t addr, uint64_t nbytes, uint32_t access,
 		 uint64_t *key);
 int kvio_nic_dereg(struct kvio_nic *nic, uint64_t key);	/* -EBUSY in flight, -ENOENT unknown */
+/* Does a batch of this NIC that is in flight name the region? */
+int kvio_nic_names(struct kvio_nic *nic, uint64_t key);
 
 /* The advertisement of a region that others may use: its length, or -ENOSPC if it is longer than
  * room, -ENOENT for an unknown key, -EACCES if no remote access is given. */

@@ -180,7 +180,7 @@ cdef extern from "kvio/nic.h" nogil:
     int kvio_nic_open(kvio_nic **out, const kvio_nic_ops *ops, const kvio_nic_params *params)
     int kvio_nic_close(kvio_nic *nic)
     int kvio_nic_drain(kvio_nic *nic, int cancel, uint64_t timeout_ns)
-    void kvio_nic_free(kvio_nic *nic)
+    int kvio_nic_free(kvio_nic *nic)
     void kvio_nic_counters(kvio_nic *nic, kvio_counters *out)
     int kvio_nic_in_flight(kvio_nic *nic)
     int kvio_nic_event_fd(kvio_nic *nic)
@@ -188,6 +188,7 @@ cdef extern from "kvio/nic.h" nogil:
     int kvio_nic_reg(kvio_nic *nic, uint64_t addr, uint64_t nbytes, uint32_t access,
                      uint64_t *key)
     int kvio_nic_dereg(kvio_nic *nic, uint64_t key)
+    int kvio_nic_names(kvio_nic *nic, uint64_t key)
     int64_t kvio_nic_describe(kvio_nic *nic, uint64_t key, void *out, size_t room)
     void kvio_nic_look(kvio_nic *nic, kvio_nic_info *out)
     int kvio_far_open(kvio_nic *nic, uint32_t num_rails, kvio_far **out)

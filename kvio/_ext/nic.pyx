@@ -11,7 +11,8 @@ cimport cython
 from cpython.buffer cimport (PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release,
                              PyObject_GetBuffer)
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.exc cimport PyErr_CheckSignals
+from cpython.exc cimport PyErr_CheckSignals, PyErr_WarnEx
+from cpython.ref cimport Py_INCREF
 from libc.errno cimport EBUSY, ENOSPC
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
@@ -27,6 +28,8 @@ ENDPOINT_NBYTES, AD_NBYTES = sizeof(kvio_endpoint), sizeof(kvio_region_ad)
 DROP, DELAY, STATUS = 1, 2, 3               # enum kvio_soft_fault
 
 cdef char *INT32_FORMAT = b"i"
+cdef char *DEAF = (b"an RDMA device neither completes what it was given (batches: %d) nor lets go "
+                   b"of it; all memory registered with it is kept until this process ends")
 cdef uint64_t SLICE_NS = 50_000_000         # sleep no longer without looking for signals
 cdef uint64_t FOR_EVER = 1 << 62
 
@@ -138,7 +141,10 @@ cdef class Nic:
         self.provider, self.fabric, self.owners, self.closed = provider, fabric, {}, False
 
     def __dealloc__(self):
-        kvio_nic_free(self._nic)
+        cdef int left = kvio_nic_free(self._nic)
+        if left:                            # the device does not let go: so nobody else gets it
+            Py_INCREF(self.owners)
+            PyErr_WarnEx(RuntimeWarning, DEAF % left, 1)
 
     cdef int _check_open(self) except -1:
         if self.closed:
@@ -158,6 +164,11 @@ cdef class Nic:
         self._check_open()
         check(kvio_nic_dereg(self._nic, key))
         del self.owners[key]
+
+    def check_idle(self, uint64_t key):
+        """EBUSY while a batch of this NIC names the region."""
+        self._check_open()
+        check(-EBUSY if kvio_nic_names(self._nic, key) else 0)
 
     def describe(self, uint64_t key) -> bytes:
         """What another process has to know of a region: see Far.add. ENOENT, EACCES."""

@@ -26,6 +26,7 @@ struct kvio_nic {
 	uint32_t num_batches;
 	uint32_t next_batch;		/* where to look for a free place first */
 	uint32_t in_flight;
+	uint64_t drain_ns;		/* a queue pair in error may take so long to flush */
 	bool closed;
 	bool dying;			/* for good: wait for nobody */
 };

@@ -123,6 +123,21 @@ int kvio_nic_dereg(struct kvio_nic *nic, uint64_t key)
 	return rc;
 }
 
+int kvio_nic_names(struct kvio_nic *nic, uint64_t key)
+{
+	int named = 0;
+
+	kvio_lock(nic);
+	for (uint32_t slot = 0; slot < nic->num_batches && !named; slot++) {
+		const struct kvio_batch *batch = nic->batches[slot];
+
+		for (uint32_t i = 0; batch && i < batch->num_holds; i++)
+			named |= batch->holds[i].key == key;
+	}
+	kvio_unlock(nic);
+	return named;
+}
+
 /* ---- what others are told ---- */
 
 int64_t kvio_nic_describe(struct kvio_nic *nic, uint64_t key, void *out, size_t room)

@@ -2,6 +2,9 @@
 /* What all providers share: the NICs of a domain and their queue pairs, names of statuses. */
 #include "nic_impl.h"
 
+#define FREE_GRACE_NS UINT64_C(1000000000)	/* beyond what the device may take to flush */
+#define FREE_NAP_NS 1000000u
+
 static const struct {
 	uint32_t status;
 	int code;
@@ -117,16 +120,26 @@ int kvio_nic_close(struct kvio_nic *nic)
 	return busy ? -EBUSY : 0;
 }
 
-void kvio_nic_free(struct kvio_nic *nic)
+int kvio_nic_free(struct kvio_nic *nic)
 {
+	uint64_t start = kvio_monotonic_ns();
+	int left;
+
 	if (!nic)
-		return;
+		return 0;
 	kvio_lock(nic);
 	nic->dying = true;
 	while (nic->in_flight) {
 		for (struct kvio_qp *qp = nic->qps; qp; qp = qp->next)
 			nic->ops->qp_fail(qp);
 		kvio_nic_drive_locked(nic);
+		left = (int)nic->in_flight;
+		if (left && kvio_monotonic_ns() - start >= nic->drain_ns + FREE_GRACE_NS) {
+			kvio_unlock(nic);
+			return left;
+		}
+		if (left)
+			nic->ops->sleep(nic, FREE_NAP_NS);
 	}
 	if (!nic->closed)
 		close_locked(nic);
@@ -134,6 +147,7 @@ void kvio_nic_free(struct kvio_nic *nic)
 	free(nic->table.regions);
 	free(nic->batches);
 	nic->ops->close(nic);
+	return 0;
 }
 
 int kvio_nic_drain(struct kvio_nic *nic, int cancel, uint64_t timeout_ns)

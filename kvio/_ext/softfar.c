@@ -140,7 +140,7 @@ static void renew(struct soft_link *link)
 	link->life = next_life(link->far, link->lane);
 	link->tail = link->acked = link->pushed = 0;
 	link->connected = false;
-	__atomic_store_n(&far_mine(link)->tail, far_word(link->life, 0, 0), __ATOMIC_RELEASE);
+	far_tell(&far_mine(link)->tail, far_word(link->life, 0, 0));
 }
 
 static void shadow_free(struct soft_link *link)
@@ -244,8 +244,7 @@ void soft_far_qp_destroy(struct soft_qp *qp)
 	far_shadow_stop(link, KVIO_WC_RETRY_EXC_ERR);
 	link->their_life = FAR_ANY_LIFE;
 	far_acknowledge(link);
-	__atomic_store_n(&far_mine(link)->tail, far_word(link->life, 1, link->tail),
-			 __ATOMIC_RELEASE);
+	far_tell(&far_mine(link)->tail, far_word(link->life, 1, link->tail));
 	far->links[link->lane] = NULL;
 	far->nic.fabric->num_qps--;
 	shadow_free(link);
@@ -295,7 +294,7 @@ void soft_far_retire(struct soft_nic *nic, uint64_t key)
 		if (far->base->nic != &nic->base)
 			continue;
 		__atomic_store_n(&far->mine->keys[count % FAR_RETIRED], key, __ATOMIC_RELAXED);
-		__atomic_store_n(&far->mine->retired, count + 1, __ATOMIC_RELEASE);
+		far_tell(&far->mine->retired, count + 1);
 		if (count % (FAR_RETIRED / 4) == 0)
 			far_wake(far);		/* before they lose count */
 	}
@@ -347,8 +346,7 @@ bool soft_far_fail(struct soft_qp *qp)
 		return false;
 	/* Our memory goes: whatever is still being pulled is not what was meant. */
 	qp->away = false;
-	__atomic_store_n(&far_mine(link)->tail, far_word(link->life, 1, link->tail),
-			 __ATOMIC_RELEASE);
+	far_tell(&far_mine(link)->tail, far_word(link->life, 1, link->tail));
 	__atomic_thread_fence(__ATOMIC_SEQ_CST);
 	return true;
 }

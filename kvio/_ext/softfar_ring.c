@@ -11,6 +11,10 @@
 
 #include "softfar.h"
 
+#if defined(__SANITIZE_THREAD__)
+char far_order;
+#endif
+
 void far_wake(const struct soft_far *far)
 {
 	uint64_t one = 1;
@@ -68,8 +72,7 @@ void soft_far_push(struct soft_qp *qp)
 	}
 	if (link->tail == before)
 		return;
-	__atomic_store_n(&far_mine(link)->tail, far_word(link->life, 0, link->tail),
-			 __ATOMIC_RELEASE);
+	far_tell(&far_mine(link)->tail, far_word(link->life, 0, link->tail));
 	far_wake(link->far);
 }
 
@@ -83,7 +86,7 @@ static uint32_t known_status(uint32_t status)
 /* Hear what has become of what we have put; `now` is when it completes. */
 static void settle(struct soft_link *link, uint64_t now)
 {
-	uint64_t word = __atomic_load_n(&far_theirs(link)->ack, __ATOMIC_ACQUIRE);
+	uint64_t word = far_hear(&far_theirs(link)->ack);
 	struct soft_qp *qp = link->qp;
 	uint32_t done = (uint32_t)word, status = far_status(word);
 
@@ -243,7 +246,7 @@ static void take(struct soft_link *link)
 {
 	struct kvio_fabric *fabric = link->far->nic.fabric;
 	struct soft_qp *shadow = &link->shadow;
-	uint64_t word = __atomic_load_n(&far_theirs(link)->tail, __ATOMIC_ACQUIRE);
+	uint64_t word = far_hear(&far_theirs(link)->tail);
 	uint32_t count = (uint32_t)word, first;
 	uint64_t now;
 	bool idle;
@@ -295,8 +298,7 @@ void far_release(struct soft_link *link)
 
 void far_acknowledge(struct soft_link *link)
 {
-	__atomic_store_n(&far_mine(link)->ack, far_word(link->their_life, link->status,
-							link->done), __ATOMIC_RELEASE);
+	far_tell(&far_mine(link)->ack, far_word(link->their_life, link->status, link->done));
 	/* If we take no more: told before anything of ours is used for something else. */
 	__atomic_thread_fence(__ATOMIC_SEQ_CST);
 	far_wake(link->far);
@@ -363,7 +365,7 @@ void far_shadow_stop(struct soft_link *link, uint32_t status)
  */
 void far_hear_retired(struct soft_far *far)
 {
-	uint64_t retired = __atomic_load_n(&far->theirs->retired, __ATOMIC_ACQUIRE);
+	uint64_t retired = far_hear(&far->theirs->retired);
 	uint64_t first = far->retired;
 
 	if (retired - first >= FAR_RETIRED) {	/* it cannot be told any more which */

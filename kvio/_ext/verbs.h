@@ -27,6 +27,7 @@
 #define VERBS_LIBRARY "libibverbs.so.1"
 #define VERBS_SLICE_BYTES (UINT64_C(3) << 30)	/* < 3.5 GiB: what every device registers at once */
 #define VERBS_SPARE 64			/* places for pieces beyond the depth of a queue pair */
+#define VERBS_TIMER (2 * KVIO_MAX_RAILS)	/* in epoll_fd, behind what the rails have there */
 #define VERBS_LOCAL 0xff		/* a record that no rail has */
 #define VERBS_NUMBER_BITS 22		/* of the two numbers in a wr_id; the rest is the slot */
 #define VERBS_NUMBER ((1u << VERBS_NUMBER_BITS) - 1)
@@ -109,6 +110,8 @@ struct verbs_nic {
 	struct ibv_sge *sges;
 	int epoll_fd;			/* all channels and asynchronous events */
 	int kick_fd;			/* wakes the thread that sleeps on the above */
+	int timer_fd;			/* so does that, at */
+	uint64_t silent_ns;		/* when some queue pair in error should have flushed */
 	bool sleeping, kicked;
 	uint32_t sleep_in_flight;	/* batches when it fell asleep */
 	uint32_t num_armed, drives;
@@ -233,6 +236,8 @@ int verbs_sleep(struct kvio_nic *nic, uint64_t timeout_ns);
 int verbs_event_fd(struct kvio_nic *nic);
 int verbs_arm(struct kvio_nic *nic);
 void verbs_hear(struct verbs_nic *nic, struct verbs_rail *rail);
+/* A queue pair in error should have flushed by then: look for it, and wake up for it. */
+void verbs_look_at(struct verbs_nic *nic, uint64_t when_ns);
 
 #endif
 #endif

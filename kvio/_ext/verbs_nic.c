@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/timerfd.h>
 #include <unistd.h>
 
 #include "verbs.h"
@@ -208,6 +209,7 @@ static int set_limits(struct verbs_nic *nic, const struct kvio_nic_params *param
 	nic->retry_cnt = (uint8_t)from_env("KVIO_IB_RETRY_CNT", 6, 0, 7);
 	nic->slice_nbytes = from_env("KVIO_IB_SLICE_BYTES", VERBS_SLICE_BYTES, 4096,
 				     VERBS_SLICE_BYTES);
+	nic->base.drain_ns = 1000000 * from_env("KVIO_IB_DRAIN_MS", 5000, 1, 600000);
 	nic->uses_wr_api = verbs.qp_to_qp_ex && from_env("KVIO_IB_WR_API", 1, 0, 1);
 	nic->busy_poll = params->flags & KVIO_NIC_BUSY_POLL;
 	if (params->mtu < 256) {
@@ -229,7 +231,11 @@ static int set_up(struct verbs_nic *nic, char *why)
 		return -ENOMEM;
 	nic->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
 	nic->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-	if (nic->epoll_fd < 0 || nic->kick_fd < 0)
+	nic->timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+	if (nic->epoll_fd < 0 || nic->kick_fd < 0 || nic->timer_fd < 0)
+		goto failed;
+	event.data.u32 = VERBS_TIMER;
+	if (epoll_ctl(nic->epoll_fd, EPOLL_CTL_ADD, nic->timer_fd, &event) < 0)
 		goto failed;
 	for (uint32_t r = 0; r < nic->num_rails; r++) {
 		event.data.u32 = 2 * r;
@@ -271,6 +277,8 @@ static void verbs_close(struct kvio_nic *base)
 		close(nic->epoll_fd);
 	if (nic->kick_fd >= 0)
 		close(nic->kick_fd);
+	if (nic->timer_fd >= 0)
+		close(nic->timer_fd);
 	pthread_cond_destroy(&nic->own_domain.moved);
 	pthread_mutex_destroy(&nic->own_domain.lock);
 	free(nic->slots);
@@ -288,7 +296,8 @@ static int verbs_open(struct kvio_nic **out, const struct kvio_nic_params *param
 
 	if (!nic)
 		return -ENOMEM;
-	nic->epoll_fd = nic->kick_fd = -1;
+	nic->epoll_fd = nic->kick_fd = nic->timer_fd = -1;
+	nic->silent_ns = KVIO_NEVER;
 	nic->base.domain = &nic->own_domain;
 	pthread_mutex_init(&nic->own_domain.lock, NULL);
 	pthread_condattr_init(&attributes);

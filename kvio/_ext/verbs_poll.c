@@ -6,6 +6,7 @@
 #include <poll.h>
 #include <stdio.h>
 #include <sys/epoll.h>
+#include <sys/timerfd.h>
 #include <unistd.h>
 
 #include "verbs.h"
@@ -14,7 +15,7 @@
 
 #define POLL_BATCH 32
 #define LOOK_EVERY 256u			/* drives between looks at what costs a system call */
-#define DRAIN_NS UINT64_C(5000000000)	/* a device that has not flushed by then is stopped */
+#define AGAIN_NS 100000000u		/* between attempts to stop a device */
 
 /* ---- hearing of pieces ---- */
 
@@ -190,16 +191,18 @@ static void read_channel(struct verbs_nic *nic, struct verbs_rail *rail)
 
 static void read_events(struct verbs_nic *nic)
 {
-	struct epoll_event events[2 * KVIO_MAX_RAILS];
-	int count = epoll_wait(nic->epoll_fd, events, 2 * KVIO_MAX_RAILS, 0);
+	struct epoll_event events[2 * KVIO_MAX_RAILS + 1];
+	int count = epoll_wait(nic->epoll_fd, events, 2 * KVIO_MAX_RAILS + 1, 0);
 
 	for (int i = 0; i < count; i++) {
-		struct verbs_rail *rail = &nic->rails[events[i].data.u32 / 2];
+		uint32_t from = events[i].data.u32;
 
-		if (events[i].data.u32 % 2)
-			read_async(nic, rail);
+		if (from == VERBS_TIMER)
+			continue;			/* stop_silent sets it anew */
+		if (from % 2)
+			read_async(nic, &nic->rails[from / 2]);
 		else
-			read_channel(nic, rail);
+			read_channel(nic, &nic->rails[from / 2]);
 	}
 }
 
@@ -229,19 +232,50 @@ static bool arm_all(struct verbs_nic *nic)
 
 /* ---- driving and sleeping ---- */
 
-/* A device that does not say what became of its pieces: take them away from it. */
+static void set_timer(struct verbs_nic *nic, uint64_t when_ns)
+{
+	struct itimerspec timer = { 0 };		/* that is never */
+
+	nic->silent_ns = when_ns;
+	if (when_ns != KVIO_NEVER) {
+		timer.it_value.tv_sec = (time_t)(when_ns / 1000000000u);
+		timer.it_value.tv_nsec = (long)(when_ns % 1000000000u);
+	}
+	timerfd_settime(nic->timer_fd, TFD_TIMER_ABSTIME, &timer, NULL);
+}
+
+void verbs_look_at(struct verbs_nic *nic, uint64_t when_ns)
+{
+	if (when_ns < nic->silent_ns)
+		set_timer(nic, when_ns);
+}
+
+static bool stop_all(struct verbs_qp *qp)
+{
+	bool stopped = true;
+
+	for (uint32_t r = 0; r < verbs_nic_of(qp)->num_rails; r++)
+		if (qp->ends[r].done != qp->ends[r].tail)
+			stopped &= verbs_stop(qp, r);
+	return stopped;
+}
+
+/* Devices that do not say what became of their pieces: take them away. */
 static void stop_silent(struct verbs_nic *nic, uint64_t now_ns)
 {
+	uint64_t next = KVIO_NEVER;
+
 	for (struct kvio_qp *each = nic->base.qps; each; each = each->next) {
 		struct verbs_qp *qp = (struct verbs_qp *)each;
+		uint64_t due = qp->failed_ns + nic->base.drain_ns;
 
-		if (qp->state != KVIO_QP_ERROR || qp->head == qp->tail ||
-		    now_ns < qp->failed_ns + DRAIN_NS)
+		if (qp->state != KVIO_QP_ERROR || qp->head == qp->tail)
 			continue;
-		for (uint32_t r = 0; r < nic->num_rails; r++)
-			if (qp->ends[r].done != qp->ends[r].tail)
-				verbs_stop(qp, r);
+		if (due <= now_ns)
+			due = stop_all(qp) ? KVIO_NEVER : now_ns + AGAIN_NS;
+		next = due < next ? due : next;
 	}
+	set_timer(nic, next);
 }
 
 int verbs_drive(struct kvio_nic *base, uint64_t now_ns)
@@ -255,7 +289,7 @@ int verbs_drive(struct kvio_nic *base, uint64_t now_ns)
 		read_events(nic);
 	for (uint32_t r = 0; r < nic->num_rails; r++)
 		verbs_hear(nic, &nic->rails[r]);
-	if (look)
+	if (now_ns >= nic->silent_ns)
 		stop_silent(nic, now_ns);
 	if (nic->moved)
 		return 1;

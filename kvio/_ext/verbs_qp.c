@@ -392,6 +392,7 @@ void verbs_fail(struct verbs_qp *qp)
 		return;
 	qp->state = KVIO_QP_ERROR;
 	qp->failed_ns = kvio_monotonic_ns();
+	verbs_look_at(verbs_nic_of(qp), qp->failed_ns + qp->base.nic->drain_ns);
 	for (uint32_t r = 0; r < qp->num_rails; r++)
 		if (qp->ends[r].qp && to_state(&qp->ends[r], IBV_QPS_ERR) < 0)
 			verbs_stop(qp, r);

@@ -39,6 +39,7 @@ class Connection:
         self.steps = steps(self.codec, secret, self.link, classes)
         self.peer, self.is_live, self.parting = None, False, False
         self.told, self._unheard = set(), {}            # keys; (kind, key) -> waiters
+        self._unknown = {}                              # keys it has not acknowledged -> since
         self._requests, self._next_request = {}, 0      # id -> (waiter, what is an answer)
         self._ad = bytearray()                          # of a region that has not all come yet
         self._deferred, self._deferred_nbytes = collections.deque(), 0
@@ -166,6 +167,8 @@ class Connection:
         if kind == frames.READY:
             self._on_ready(body)
         elif kind == frames.ACK:
+            if body["of"] == frames.REGION:
+                self._unknown.pop(body["key"], None)
             for waiter in self._unheard.pop((body["of"], body["key"]), ()):
                 waiter.answered(self)
         elif kind == frames.RESET and self.peer is not None:
@@ -284,6 +287,7 @@ class Connection:
                 return False
             raise
         self.told.add(key)
+        self._unknown[key] = time.monotonic()
         self._unheard[frames.REGION, key] = []
         fds = () if fd is None else (fd,)
         for at in range(0, len(ad) - AD_PART_NBYTES, AD_PART_NBYTES):
@@ -305,6 +309,8 @@ class Connection:
         waiters = self._unheard.get((kind, key))
         if waiters is None or waiter is None:
             return False
+        if kind == frames.REGION and self.control.is_late(next(iter(self._unknown.values()))):
+            return False            # it is stopped: nobody waits twice for that
         waiters.append(waiter)
         return True
 

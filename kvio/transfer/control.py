@@ -160,6 +160,10 @@ class Control:
             raise waiter.error
         return waiter if done else None
 
+    def is_late(self, since: float) -> bool:
+        """Has somebody waited for an answer that long?"""
+        return time.monotonic() - since > ANSWER_S
+
     def announce(self, key: int) -> None:
         """A region is new: tell the peers; return when those that are alive know it."""
         if self.live:

@@ -184,6 +184,7 @@ class Nic:
             raise InvalidArgument("deregister takes what register returned") from None
 
     def _take_back(self, key):
+        self._ext.check_idle(key)               # or peers would forget what we want them to pull
         self._going.add(key)                    # who connects meanwhile does not hear of it
         try:
             if self._control is not None and key in self._ext.owners:

@@ -9,8 +9,9 @@ operator's, who knows the fabric, and the code's classes are a default.
     KVIO_IB_TC          traffic classes (the ToS byte), likewise: "kv=32,collective=184"
 
 The C provider reads KVIO_IB_TIMEOUT (4.096 us << n; 16), KVIO_IB_RETRY_CNT (6), KVIO_IB_WR_API (0:
-post by ibv_post_send only), KVIO_IB_SLICE_BYTES (the most one registration spans) and
-KVIO_IBVERBS_LIBRARY (instead of libibverbs.so.1).
+post by ibv_post_send only), KVIO_IB_SLICE_BYTES (the most one registration spans),
+KVIO_IB_DRAIN_MS (how long a device may take to flush; 5000) and KVIO_IBVERBS_LIBRARY (instead of
+libibverbs.so.1).
 
 NCCL gives one SL to all its traffic. kvio's classes exist to differ, so one lone value must not
 make them one: it is the class KV's, which is kvio's own traffic.

@@ -36,7 +36,7 @@ def pair(open_nic):
 
 def until(condition, seconds=10):
     """Something another thread does soon."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + seconds * nics.PATIENCE
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.002)

@@ -9,10 +9,17 @@ import numpy as np
 
 from kvio.layout import READ, WRITE
 from kvio.transfer import Access, Fabric, Nic
-from nics import pattern, requests
+from nics import PATIENCE, pattern, requests
 from processes import send_signal
 
-PATIENCE = 60
+LONG_S = 60 * PATIENCE
+
+
+def in_order(nic):
+    """What was done before something went into the pipe has happened when it comes out. A
+    sanitizer of threads, which sees one process, learns it from the lock that guards all copying:
+    whoever sends or receives takes it for a moment."""
+    return nic._ext.in_flight
 
 
 class There:
@@ -40,17 +47,17 @@ class There:
 
     def wait(self):
         for transfer in self.transfers:
-            transfer.wait(PATIENCE)
+            transfer.wait(LONG_S)
         self.transfers.clear()
 
     def write_for_ever(self, far):
         self.peer = self.peer or self.listener.accept()
         wrs = requests(WRITE, self.region, Handle(*far), 4096 * np.arange(64),
                        4096 * np.arange(64), 4096)
-        self.peer.write(wrs).wait(PATIENCE)
+        self.peer.write(wrs).wait(LONG_S)
         yield
         while True:
-            self.peer.write(wrs).wait(PATIENCE)
+            self.peer.write(wrs).wait(LONG_S)
 
     def reuse(self, value):
         """Take the memory back at once and fill it."""
@@ -74,8 +81,10 @@ def serve(pipe, *args):
     with contextlib.suppress(EOFError):
         while True:
             name, rest = pipe.recv()
+            in_order(there.nic)
             try:
                 answer = getattr(there, name)(*rest)
+                in_order(there.nic)
                 if hasattr(answer, "__next__"):         # it goes on after the answer
                     next(answer)
                     pipe.send(None)
@@ -94,7 +103,7 @@ class Here:
     def __init__(self, folder, nbytes=1 << 20, bytes_per_s=0, far_bytes_per_s=0):
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        path = str(folder / "there")
+        path, self.nic = str(folder / "there"), None
         self.process = context.Process(target=serve, args=(theirs, path, nbytes, far_bytes_per_s))
         self.process.start()
         theirs.close()
@@ -110,21 +119,24 @@ class Here:
         return self.local.addr, self.local.key, self.local.nbytes
 
     def _answer(self):
-        if not self.pipe.poll(PATIENCE):
+        if not self.pipe.poll(LONG_S):
             raise TimeoutError("the other process does not answer")
         answer = self.pipe.recv()
+        if self.nic is not None:
+            in_order(self.nic)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def tell(self, name, *args):
+        in_order(self.nic)
         self.pipe.send((name, args))
         return self._answer()
 
     def kill(self, number=signal.SIGKILL):
         send_signal(self.process.pid, number)
         if number == signal.SIGKILL:
-            self.process.join(PATIENCE)
+            self.process.join(LONG_S)
 
     def read(self, local_at, remote_at, length):
         return requests(READ, self.local, self.remote, local_at, remote_at, length)
@@ -137,7 +149,7 @@ class Here:
             os.kill(self.process.pid, signal.SIGCONT)
         self.pipe.close()
         self.nic.close(cancel=True)
-        self.process.join(PATIENCE)
+        self.process.join(LONG_S)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()

@@ -48,6 +48,8 @@
 	X(dmabuf, 1)			/* reg_dmabuf_mr is supported */ \
 	X(rkeys, 1)			/* 0: it does not know them any more */ \
 	X(frozen, 0)			/* nothing is carried out; queue pairs in error flush */ \
+	X(mute, 0)			/* nor do they flush */ \
+	X(clings, 0)			/* to queue pairs: they are not destroyed */ \
 	X(delay_ns, 0)			/* carried out that long after the doorbell */
 
 /* What is counted, by device. The last ones are how many there are, and are not reset. */

@@ -118,6 +118,8 @@ EXPORT int ibv_destroy_qp(struct ibv_qp *base)
 	struct standin_device *device = device_of(base->context);
 	struct standin_qp *qp = qp_of(base), **link = &device->qps;
 
+	if (SETTING(device, clings))
+		return EBUSY;
 	pthread_mutex_lock(&bus);
 	if (qp->unacked)
 		die("ibv_destroy_qp would wait for ever: %u events are unacknowledged",

@@ -412,7 +412,8 @@ static uint64_t turn(struct standin_device *device)
 		uint32_t state = state_of(qp);
 		uint64_t due;
 
-		if (qp->done == __atomic_load_n(&qp->posted, __ATOMIC_ACQUIRE) ||
+		if (SETTING(device, mute) ||
+		    qp->done == __atomic_load_n(&qp->posted, __ATOMIC_ACQUIRE) ||
 		    (state != IBV_QPS_ERR &&
 		     (state != IBV_QPS_RTS || SETTING(device, frozen))))
 			continue;

@@ -131,6 +131,13 @@ def test_a_peer_that_dies_is_noticed_and_can_be_connected_to_again(far, how):
 def test_a_stopped_peer_holds_nobody_up_and_learns_it_all_later(far, monkeypatch):
     monkeypatch.setattr(links, "STUCK_S", 0.3)
     monkeypatch.setattr(control, "ANSWER_S", 0.2)
+    waits, ask = [], control.Control.ask
+
+    def counted(self, job, timeout):
+        waiter = ask(self, job, timeout)
+        waits.append(waiter is None)            # time was up
+        return waiter
+    monkeypatch.setattr(control.Control, "ask", counted)
     other, nic = far.child(), far.open()
     peer = nic.connect(other.address)
     other.ask("accept")
@@ -139,6 +146,7 @@ def test_a_stopped_peer_holds_nobody_up_and_learns_it_all_later(far, monkeypatch
     second = nic.register(pattern(64))
     nic.deregister(first)
     third = nic.register(pattern(64))        # in the first one's place
+    assert waits[-4:] == [True, False, True, False]  # once; and for each that goes
     peer._qps["kv"].fail()
     with pytest.raises(TransferError, match="stopped") as failure:
         peer.reset()
