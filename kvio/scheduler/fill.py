@@ -5,6 +5,7 @@ takes `max_tokens` at most. Filling lanes like vessels to one level gives the ea
 the whole read, since a lane that ended early could take from the one that ends last.
 """
 import heapq
+from math import ceil
 from typing import NamedTuple
 
 __all__ = ["Lane", "fill", "fill_some", "level"]
@@ -63,8 +64,9 @@ def fill(lanes, num_blocks: int, block_tokens: int) -> list[int]:
     room = [_room(lane, num_blocks, block_tokens) for lane in lanes]
     if sum(room) <= num_blocks:
         return room
-    top = level([(lane[0], lane[1], most * block_tokens)
-                 for lane, most in zip(lanes, room, strict=True)], num_blocks * block_tokens)
+    top = level([(start, rate, most * block_tokens)
+                 for (start, rate, _), most in zip(lanes, room, strict=True)],
+                num_blocks * block_tokens)
     counts = [min(most, int((top - lane[0]) * lane[1] / block_tokens)) if lane[0] < top else 0
               for lane, most in zip(lanes, room, strict=True)]
     left = num_blocks - sum(counts)
@@ -144,8 +146,8 @@ def _before(lane: Lane, room: int, top: float, block_tokens: int) -> int:
     """Blocks that a lane can have read strictly before `top`."""
     if top == INF:
         return room
-    blocks = (top - lane[0]) * lane[1] / block_tokens
-    return max(0, min(room, -int(-(blocks - _FUZZ - 1e-12 * blocks) // 1) - 1))
+    blocks = ceil((top - lane[0]) * lane[1] / block_tokens * (1 - 1e-12) - _FUZZ) - 1
+    return room if blocks > room else blocks if blocks > 0 else 0
 
 
 def _fill_at_least(own, helpers, num_blocks, block_tokens, least_blocks):
