@@ -255,14 +255,15 @@ class AnyNode:
         _check(num_tokens, block_tokens)
         own = _own(pe, de)
         without_s = _without(num_tokens, block_tokens, pe, de, own)
-        nodes, lanes = self._lenders(self.min_helper_blocks * block_tokens, without_s, others)
+        least = self.min_helper_blocks if own else 1        # nobody else can read
+        nodes, lanes = self._lenders(least * block_tokens, without_s, others)
         num_blocks = num_tokens // block_tokens
         if not own:                                 # what they lend may not be enough for all
             largest = sorted((lane.max_tokens // block_tokens for lane in lanes), reverse=True)
             num_blocks = min(num_blocks, sum(largest[:self.max_helpers]))
         helpers, counts, finish_s = fill_some(
             [_lane(node) for node in own], lanes, num_blocks, block_tokens,
-            least_blocks=self.min_helper_blocks, max_helpers=self.max_helpers) \
+            least_blocks=least, max_helpers=self.max_helpers) \
             if lanes else ({}, (), INF)
         if not helpers or finish_s > (1 - self.min_gain) * without_s:
             return self._split.choose(num_tokens, block_tokens, pe, de, ())

@@ -77,7 +77,7 @@ class LoadOrRecompute:
         if callable(load):
             load_s, blocks = load, range(num_hit // block + 1)
         else:
-            lanes = [_checked(lane) for lane in load]
+            lanes = _checked_lanes(load)
             blocks = self._ends(num_hit, lanes, busy_s) \
                 if isinstance(self.attention, AttentionModel) else range(num_hit // block + 1)
 
@@ -129,9 +129,13 @@ def _is_time(value) -> bool:
     return isinstance(value, (int, float)) and 0 <= value < INF
 
 
-def _checked(lane) -> Lane:
-    lane = Lane(*lane)
-    if not 0 <= lane.start_s < INF or not 0 < lane.tokens_per_s < INF or not 0 <= lane.max_tokens:
-        raise InvalidArgument(f"a lane starts at 0 s or later and reads more than 0 tokens/s "
-                              f"(leave out a dead one), not {lane}")
-    return lane
+def _checked_lanes(load) -> list[Lane]:
+    try:
+        lanes = [Lane(*lane) for lane in load]
+        if all(0 <= lane.start_s < INF and 0 < lane.tokens_per_s < INF and 0 <= lane.max_tokens
+               for lane in lanes):
+            return lanes
+    except TypeError:
+        pass
+    raise InvalidArgument("load must be a callable tokens -> seconds or lanes (start_s >= 0, "
+                          f"tokens_per_s > 0, max_tokens >= 0), no dead ones; got {load!r}")
