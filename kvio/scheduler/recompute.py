@@ -34,10 +34,15 @@ class LoadOrRecompute:
     """How many hit tokens to load, a prefix in whole blocks; the rest is computed again.
 
     Minimises finish(n) = max(load(n), busy) + compute(n, hit + miss - n), where load(n) is when n
-    tokens have been read, busy when the prefill engine gets to the request, and compute(cached,
-    new) = attention(cached, new) + linear_s_per_token * new. `attention` is an `AttentionModel`
-    or any other prediction in seconds; `linear_s_per_token` what a new token costs beside it.
-    All from measured rates.
+    tokens have been read, busy the computing that the prefill engine has been given already, and
+    compute(cached, new) = attention(cached, new) + linear_s_per_token * new. `attention` is an
+    `AttentionModel` or any other prediction in seconds; `linear_s_per_token` what a new token
+    costs beside it. All from measured rates.
+
+    busy counts requests whose hits are still being read as well: were only those counted that
+    could be computed now, an engine would look idle while a burst is being loaded, and requests
+    computed again would hold up all of it (in the model of tests/scheduler, up to 37 % later
+    than loading everything, against 2 %).
 
     The minimum is exact at block granularity. What is read while the engine is busy costs
     nothing, so n reaches as far at least. Beyond, with an `AttentionModel`, compute is concave in
@@ -95,7 +100,7 @@ class LoadOrRecompute:
         """The choice for a `Request` whose reads `policy` is going to place.
 
         `pe`, `de`, `others` as for `policy.choose`; its `lanes` (if it has none, those of the
-        side with the shorter queue) say how fast it reads. `busy_s`: the PE's compute queue.
+        side with the shorter queue) say how fast it reads. `busy_s`: see above, of this PE.
         """
         lanes = getattr(policy, "lanes", ShorterQueue().lanes)(pe, de, others)
         hits = request.num_cached_tokens

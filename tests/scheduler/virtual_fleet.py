@@ -61,6 +61,7 @@ class Run:
         self.num_prefill, count = len(fleet.prefill_rates), len(self.rates)
         self.free_s, self.loads = [0.0] * count, [0] * count
         self.compute_free_s = [0.0] * count
+        self.reading_s = [0.0] * count                      # computing that waits for its hits
         self.queued = [[] for _ in range(count)]            # (finish, tokens) of reads
         self.backlog = [0.0] * count
         self.outcome = Outcome(0.0, [0.0] * len(work), [], [0] * count)
@@ -86,6 +87,10 @@ class Run:
         return NodeState(node, round(self.backlog[node]), self.rates[node],
                          self.fleet.lend_tokens, self.fleet.lend_tokens_per_s)
 
+    def busy_s(self, pe):
+        """The computing that an engine has been given."""
+        return max(0.0, self.reading_s[pe]) + max(0.0, self.compute_free_s[pe] - self.now_s)
+
     def turn(self, agent, number):
         blocks, miss, out = self.work[agent][number]
         nodes = range(len(self.rates))
@@ -98,7 +103,7 @@ class Run:
         if hits and self.rule is not None:
             hits = self.rule.num_load_tokens(
                 hits, miss, self.policy.lanes(states[pe], states[de], others),
-                max(0.0, self.compute_free_s[pe] - self.now_s))
+                self.busy_s(pe))
             miss += blocks * BLOCK - hits
         if hits:
             parts = self.policy.choose(hits, BLOCK, states[pe], states[de], others).parts
@@ -110,7 +115,10 @@ class Run:
             self.outcome.read_s.append(ready_s - self.now_s)
         for i in (pe, de):
             self.loads[i] += hits + miss
-        self.at(ready_s, self.compute, agent, number, pe, de, hits, miss, out)
+        cost_s = miss / self.fleet.compute_tokens_per_s if self.rule is None else \
+            self.rule.attention(hits, miss) + self.rule.linear_s_per_token * miss
+        self.reading_s[pe] += cost_s
+        self.at(ready_s, self.compute, agent, number, pe, de, hits + miss, out, cost_s)
 
     def read(self, node, tokens):
         self.free_s[node] = max(self.now_s, self.free_s[node]) + tokens / self.real[node]
@@ -119,11 +127,10 @@ class Run:
         self.outcome.node_tokens[node] += tokens
         return self.free_s[node]
 
-    def compute(self, agent, number, pe, de, hits, miss, out):
-        cost_s = miss / self.fleet.compute_tokens_per_s if self.rule is None else \
-            self.rule.attention(hits, miss) + self.rule.linear_s_per_token * miss
+    def compute(self, agent, number, pe, de, tokens, out, cost_s):
+        self.reading_s[pe] -= cost_s
         self.compute_free_s[pe] = max(self.now_s, self.compute_free_s[pe]) + cost_s
-        self.at(self.compute_free_s[pe], self.decode, agent, number, pe, de, hits + miss, out)
+        self.at(self.compute_free_s[pe], self.decode, agent, number, pe, de, tokens, out)
 
     def decode(self, agent, number, pe, de, tokens, out):
         self.loads[pe] -= tokens
