@@ -20,12 +20,15 @@ class LoadChoice(NamedTuple):
     """Load `num_tokens` of the hits; then the prefill ends `finish_s` from now.
 
     `load_all_s` and `recompute_s`: when it would end with all hits loaded, and with none.
+    `compute_s`: the computing that is chosen, which is to be counted as the engine's `busy_s`
+    from now on.
     """
 
     num_tokens: int
     finish_s: float
     load_all_s: float
     recompute_s: float
+    compute_s: float
     reason: Reason
 
 
@@ -91,10 +94,12 @@ class LoadOrRecompute:
         total = num_hit + num_miss
         ends = {n: self._finish_s(n * block, total, load_s, busy_s) for n in blocks}
         best = min(ends, key=lambda n: (ends[n], n))
-        return LoadChoice(best * block, ends[best], ends[num_hit // block], ends[0], Reason(
-            "load {} of {} hit tokens: done in {:.3g} s (all {:.3g} s, none {:.3g} s; the engine "
-            "is busy for {:.3g} s)", best * block, num_hit, ends[best], ends[num_hit // block],
-            ends[0], busy_s))
+        all_s, none_s = ends[num_hit // block], ends[0]
+        return LoadChoice(
+            best * block, ends[best], all_s, none_s, self._compute_s(best * block, total), Reason(
+                "load {} of {} hit tokens: done in {:.3g} s (all {:.3g} s, none {:.3g} s; the "
+                "engine is busy for {:.3g} s)", best * block, num_hit, ends[best], all_s, none_s,
+                busy_s))
 
     def for_request(self, request, policy, pe, de, others, busy_s: float = 0.0) -> LoadChoice:
         """The choice for a `Request` whose reads `policy` is going to place.
@@ -106,13 +111,16 @@ class LoadOrRecompute:
         hits = request.num_cached_tokens
         return self.choose(hits, request.num_prompt_tokens - hits, lanes, busy_s)
 
+    def _compute_s(self, num_load, total):
+        new = total - num_load
+        return self.attention(num_load, new) + self.linear_s_per_token * new
+
     def _finish_s(self, num_load, total, load_s, busy_s):
         loaded = load_s(num_load) if num_load else 0.0
-        new = total - num_load
-        computed = self.attention(num_load, new) + self.linear_s_per_token * new
+        computed = self._compute_s(num_load, total)
         if not 0 <= loaded or not 0 <= computed:        # NaN fails both
-            raise InvalidArgument(f"times must be 0 s or more: loading {num_load} tokens takes "
-                                  f"{loaded!r} s, computing {new} takes {computed!r} s")
+            raise InvalidArgument(f"times must be 0 s or more: loading {num_load} of {total} "
+                                  f"tokens takes {loaded!r} s, the rest {computed!r} s")
         return max(loaded, busy_s) + computed
 
     def _ends(self, num_hit, lanes, busy_s):

@@ -208,7 +208,8 @@ def test_figures_that_mean_nothing_are_refused(name, queue, rate):
     lambda: Split().choose(0, 64, *nodes(0, 0), []),
     lambda: Basic().choose(64, 0, *nodes(0, 0), []), lambda: Split(1.0), lambda: Split(nan),
     lambda: Split("little"), lambda: AnyNode(-1), lambda: AnyNode(4, 0),
-    lambda: AnyNode(max_wait=2), lambda: policy("fastest"), lambda: policy(None), lambda: policy(Split), lambda: Push(7),
+    lambda: AnyNode(max_wait=2), lambda: policy("fastest"),
+    lambda: policy(None), lambda: policy(Split), lambda: Push(7),
 ])
 def test_bad_input_is_refused(wrong):
     with pytest.raises(InvalidArgument):

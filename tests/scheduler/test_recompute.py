@@ -34,7 +34,7 @@ def test_what_is_there_first(queue_s, rate, busy_s, hit, load):
 
 def test_the_choice_says_what_it_compared():
     choice = LINEAR.choose(100, 1, [Lane(0, 0.5)], 80)
-    assert choice[:4] == (40, 80 + 61, 200 + 1, 80 + 101)
+    assert choice[:5] == (40, 80 + 61, 200 + 1, 80 + 101, 61)
     assert str(choice.reason) == ("load 40 of 100 hit tokens: done in 141 s (all 201 s, none 181 "
                                   "s; the engine is busy for 80 s)")
 
