@@ -227,8 +227,9 @@ def _shares(num_tokens, block_tokens, pe, de):
 class AnyNode:
     """`Split`, and idle storage NICs of other nodes as well.
 
-    A helper reads no more than it lends (`lend_tokens` of DRAM) and no faster than the compute NIC
-    share it lends (`lend_tokens_per_s`). All who read finish together to within one block. A
+    A helper reads no more than it lends (`lend_tokens` of DRAM), less room for a request of its
+    own that is as long as this one, and no faster than the compute NIC share that it lends
+    (`lend_tokens_per_s`), for what it reads has to leave through that NIC. All who read finish together to within one block. A
     helper gets `min_helper_blocks` at least, and at most `max_helpers` help: each has to be
     reached, and holds a buffer. Helpers are taken only if the hits are there earlier by `min_gain`
     of the time without them.
@@ -256,7 +257,8 @@ class AnyNode:
         own = _own(pe, de)
         without_s = _without(num_tokens, block_tokens, pe, de, own)
         least = self.min_helper_blocks if own else 1        # nobody else can read
-        nodes, lanes = self._lenders(least * block_tokens, without_s, others)
+        keep = num_tokens if own else 0
+        nodes, lanes = self._lenders(least * block_tokens, keep, without_s, others)
         num_blocks = num_tokens // block_tokens
         if not own:                                 # what they lend may not be enough for all
             largest = sorted((lane.max_tokens // block_tokens for lane in lanes), reverse=True)
@@ -276,7 +278,7 @@ class AnyNode:
             "lend: blocks {}", pe.read_queue_tokens, de.read_queue_tokens, len(helpers),
             len(nodes), tuple((side, count) for side, _, count in shares)))
 
-    def _lenders(self, least_tokens, without_s, others):
+    def _lenders(self, least_tokens, keep_tokens, without_s, others):
         """Nodes that can help, and their lanes."""
         nodes, lanes, most_wait_s = [], [], INF if without_s == INF else self.max_wait * without_s
         for node in others:
@@ -286,14 +288,15 @@ class AnyNode:
             start_s = node.read_queue_tokens / rate
             if start_s > most_wait_s or len(lanes) >= 2 * self.max_helpers:
                 break
-            if node.lend_tokens >= least_tokens:
+            if node.lend_tokens - keep_tokens >= least_tokens:
                 nodes.append(node)
-                lanes.append(Lane(start_s, lent if lent < rate else rate, node.lend_tokens))
+                lanes.append(Lane(start_s, lent if lent < rate else rate,
+                                  node.lend_tokens - keep_tokens))
         return nodes, lanes
 
     def lanes(self, pe, de, others):
         own = self._split.lanes(pe, de, ())
-        _, lanes = self._lenders(1, INF if not own else 0.0, others)
+        _, lanes = self._lenders(1, 0, INF if not own else 0.0, others)
         return own + lanes[:self.max_helpers]
 
 

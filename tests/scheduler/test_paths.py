@@ -150,10 +150,11 @@ def test_any_node(blocks, queues, options, share):
 
 
 def test_helpers_lend_no_more_than_they_have():
+    """What they lend, less room for a request of their own that is as long as this one."""
     pe, de, small, slow, poor, none = nodes(0, 0, 0, 0, 0, 0)
-    small.lend_tokens = 9 * BLOCK + 63
+    small.lend_tokens = (87 + 9) * BLOCK + 63
     slow.lend_tokens_per_s = 0.5                # of 1 token/s that its storage NIC reads
-    poor.lend_tokens = 8 * BLOCK - 1            # below the least share of 8 blocks
+    poor.lend_tokens = (87 + 8) * BLOCK - 1     # below the least share of 8 blocks
     none.lend_tokens_per_s = 0
     choice = AnyNode().choose(87 * BLOCK, BLOCK, pe, de, [small, slow, poor, none])
     assert {part.node_id: part.num_tokens // BLOCK for part in choice.parts} == {
