@@ -17,7 +17,7 @@ from kvio.scheduler.fill import INF, Lane, fill_some
 from kvio.scheduler.reason import Reason
 
 __all__ = ["AnyNode", "Basic", "NodeState", "POLICIES", "Push", "ReadChoice", "RoundRobin",
-           "ShorterQueue", "Split", "choose_path", "policy"]
+           "ShorterQueue", "Split", "choose_path", "policy", "spare_rate"]
 
 
 @dataclass
@@ -305,6 +305,26 @@ def _without(num_tokens, block_tokens, pe, de, own):
     if len(own) == 2:
         return _shares(num_tokens, block_tokens, pe, de)[1]
     return _lane(own[0]).start_s + num_tokens / own[0].snic_tokens_per_s if own else INF
+
+
+def spare_rate(side: str, num_prefill: int, num_decode: int, snic_rate: float,
+               cnic_rate: float) -> float:
+    """What a node can lend of its compute NICs (`lend_tokens_per_s`), in the unit of the rates.
+
+    With all P + D storage NICs reading at `snic_rate` over both paths alike, a PE's node sends
+    2 snic_rate and gets (1 + D/P) snic_rate, a DE's node sends (P/D + 2) and gets (2 P/D + 1).
+    `cnic_rate` is that of all compute NICs of the node together. Outside the bottleneck-free
+    range nothing is left: helpers would only lengthen the queue at the compute NICs. Source: the
+    loads of links in DualPath §4.
+    """
+    if side not in (PE, DE) or min(num_prefill, num_decode) < 1 or not 0 <= snic_rate < INF or \
+            not cnic_rate >= 0:
+        raise InvalidArgument(f"a side 'pe' or 'de', P and D of 1 or more and rates of 0 or more "
+                              f"are needed; got {side!r}, {num_prefill}, {num_decode}, "
+                              f"{snic_rate!r}, {cnic_rate!r}")
+    ratio = num_prefill / num_decode
+    own = max(2, 1 + 1 / ratio) if side == PE else max(ratio + 2, 2 * ratio + 1)
+    return max(0.0, cnic_rate - own * snic_rate)
 
 
 def _parts(shares, block_tokens):

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvio.analysis.links import ClusterShape, utilisation
 from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout
 from kvio.loader import read_plan
 from kvio.scheduler.fill import Lane, fill, fill_some, finish_s, level
 from kvio.scheduler.paths import (POLICIES, AnyNode, Basic, NodeState, Push, ReadChoice,
-                                  RoundRobin, ShorterQueue, Split, policy)
+                                  RoundRobin, ShorterQueue, Split, policy, spare_rate)
 from kvio.scheduler.reason import Reason
 
 BLOCK = 64
@@ -161,6 +162,19 @@ def test_helpers_lend_no_more_than_they_have():
         0: 31, 1: 32, 2: 9, 3: 15}              # 2 * 31.2 + 9 + 15.6 = 87, in whole blocks
 
 
+@pytest.mark.parametrize("num_prefill, num_decode", [(1, 1), (1, 2), (2, 1), (2, 4), (1, 7)])
+@pytest.mark.parametrize("snic_ratio", [1.0, 2.0, 0.5])
+def test_spare_is_what_the_analysis_leaves_of_the_compute_nics(num_prefill, num_decode, snic_ratio):
+    shape = ClusterShape(8, snic_ratio, 500e9, 50e9)
+    capacity = 8 * shape.cnic_bytes_per_s
+    used = utilisation(shape, num_prefill, num_decode)
+    for side in ("pe", "de"):
+        most = max(used[f"{side.upper()} CNIC {way}"] for way in ("read", "write"))
+        assert spare_rate(side, num_prefill, num_decode, 50e9, capacity) == pytest.approx(
+            max(0.0, (1 - most) * capacity))
+    assert spare_rate("de", 1, 1, 1.0, 2.0) == 0 and spare_rate("de", 1, 1, 1.0, inf) == inf
+
+
 def test_what_is_decided_counts_for_the_next_request():
     pe, de, helper = nodes(0, 0, 0)
     for part in AnyNode().choose(60 * BLOCK, BLOCK, pe, de, [helper]).parts:
@@ -211,6 +225,8 @@ def test_figures_that_mean_nothing_are_refused(name, queue, rate):
     lambda: Split("little"), lambda: AnyNode(-1), lambda: AnyNode(4, 0),
     lambda: AnyNode(max_wait=2), lambda: policy("fastest"),
     lambda: policy(None), lambda: policy(Split), lambda: Push(7),
+    lambda: spare_rate("h0", 1, 1, 1.0, 1.0), lambda: spare_rate("pe", 0, 1, 1.0, 1.0),
+    lambda: spare_rate("pe", 1, 1, nan, 1.0), lambda: spare_rate("pe", 1, 1, 1.0, -1.0),
 ])
 def test_bad_input_is_refused(wrong):
     with pytest.raises(InvalidArgument):
