@@ -229,8 +229,9 @@ class AnyNode:
 
     A helper reads no more than it lends (`lend_tokens` of DRAM), less room for a request of its
     own that is as long as this one, and no faster than the compute NIC share that it lends
-    (`lend_tokens_per_s`), for what it reads has to leave through that NIC. All who read finish
-    together to within one block. A helper gets `min_helper_blocks` at least, and at most
+    (`lend_tokens_per_s`), for what it reads has to leave through that NIC. It comes in through the
+    PE's, and goes on to the DE's: all helpers together read no faster than these two lend, too.
+    All who read finish together to within one block. A helper gets `min_helper_blocks` at least, and at most
     `max_helpers` help: each has to be reached, and holds a buffer. Helpers are taken only if the
     hits are there earlier by `min_gain` of the time without them.
 
@@ -258,7 +259,8 @@ class AnyNode:
         without_s = _without(num_tokens, block_tokens, pe, de, own)
         least = self.min_helper_blocks if own else 1        # nobody else can read
         keep = num_tokens if own else 0
-        nodes, lanes = self._lenders(least * block_tokens, keep, without_s, others)
+        spare = min(pe.lend_tokens_per_s, de.lend_tokens_per_s) if own else INF
+        nodes, lanes = self._lenders(least * block_tokens, keep, spare, without_s, others)
         num_blocks = num_tokens // block_tokens
         if not own:                                 # what they lend may not be enough for all
             largest = sorted((lane.max_tokens // block_tokens for lane in lanes), reverse=True)
@@ -278,25 +280,26 @@ class AnyNode:
             "lend: blocks {}", pe.read_queue_tokens, de.read_queue_tokens, len(helpers),
             len(nodes), tuple((side, count) for side, _, count in shares)))
 
-    def _lenders(self, least_tokens, keep_tokens, without_s, others):
-        """Nodes that can help, and their lanes."""
+    def _lenders(self, least_tokens, keep_tokens, spare, without_s, others):
+        """Nodes that can help, and their lanes; `spare` tokens/s in all."""
         nodes, lanes, most_wait_s = [], [], INF if without_s == INF else self.max_wait * without_s
         for node in others:
             rate, lent = node.snic_tokens_per_s, node.lend_tokens_per_s
             if not _is_alive(node) or not lent > 0:
                 continue
             start_s = node.read_queue_tokens / rate
-            if start_s > most_wait_s or len(lanes) >= 2 * self.max_helpers:
+            if start_s > most_wait_s or len(lanes) >= 2 * self.max_helpers or not spare > 0:
                 break
             if node.lend_tokens - keep_tokens >= least_tokens:
                 nodes.append(node)
-                lanes.append(Lane(start_s, lent if lent < rate else rate,
-                                  node.lend_tokens - keep_tokens))
+                lanes.append(Lane(start_s, min(rate, lent, spare), node.lend_tokens - keep_tokens))
+                spare -= lanes[-1].tokens_per_s
         return nodes, lanes
 
     def lanes(self, pe, de, others):
         own = self._split.lanes(pe, de, ())
-        _, lanes = self._lenders(1, 0, INF if not own else 0.0, others)
+        spare = min(pe.lend_tokens_per_s, de.lend_tokens_per_s) if own else INF
+        _, lanes = self._lenders(1, 0, spare, 0.0 if own else INF, others)
         return own + lanes[:self.max_helpers]
 
 

@@ -162,6 +162,19 @@ def test_helpers_lend_no_more_than_they_have():
         0: 31, 1: 32, 2: 9, 3: 15}              # 2 * 31.2 + 9 + 15.6 = 87, in whole blocks
 
 
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("spare, share", [
+    (inf, {"de": 15, "pe": 15, "h0": 15, "h1": 15}),
+    (2.0, {"de": 15, "pe": 15, "h0": 15, "h1": 15}),
+    (1.5, {"de": 18, "pe": 17, "h0": 17, "h1": 8}), (1.0, {"de": 20, "pe": 20, "h0": 20}),
+    (0.0, {"de": 30, "pe": 30})])
+def test_what_helpers_read_has_to_pass_the_nics_of_pe_and_de(side, spare, share):
+    four = nodes(0, 0, 0, 0)
+    four[side].lend_tokens_per_s = spare
+    choice = AnyNode().choose(60 * BLOCK, BLOCK, *four[:2], four[2:])
+    assert {part.side: part.num_tokens // BLOCK for part in choice.parts} == share
+
+
 @pytest.mark.parametrize("num_prefill, num_decode", [(1, 1), (1, 2), (2, 1), (2, 4), (1, 7)])
 @pytest.mark.parametrize("snic_ratio", [1.0, 2.0, 0.5])
 def test_spare_is_what_the_analysis_leaves_of_the_compute_nics(num_prefill, num_decode, snic_ratio):
