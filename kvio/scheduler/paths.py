@@ -231,9 +231,9 @@ class AnyNode:
     own that is as long as this one, and no faster than the compute NIC share that it lends
     (`lend_tokens_per_s`), for what it reads has to leave through that NIC. It comes in through the
     PE's, and goes on to the DE's: all helpers together read no faster than these two lend, too.
-    All who read finish together to within one block. A helper gets `min_helper_blocks` at least, and at most
-    `max_helpers` help: each has to be reached, and holds a buffer. Helpers are taken only if the
-    hits are there earlier by `min_gain` of the time without them.
+    All who read finish together to within one block. A helper gets `min_helper_blocks` at least,
+    and at most `max_helpers` help: each has to be reached, and holds a buffer. Helpers are taken
+    only if the hits are there earlier by `min_gain` of the time without them.
 
     Who helps is idle: what waits at its NIC must not last longer than `max_wait` of the time
     without helpers (0: nothing waits). Busy NICs would level the queues of all nodes, and then a
