@@ -287,6 +287,7 @@ policies = st.sampled_from([
     AnyNode(2, 1, 0), AnyNode(9, 3, 0.2, 0.9), Push(Split()), Push(AnyNode(max_wait=0.5))])
 
 
+@settings(deadline=None)
 @given(policies, clusters, st.integers(1, 60), st.sampled_from([1, 16, 64]))
 def test_parts_cover_the_hits_once_in_whole_blocks_the_des_first(name, cluster, blocks, tokens):
     pe, de, *others = cluster
@@ -314,6 +315,7 @@ def end(node, blocks, tokens=BLOCK):
     return (node.read_queue_tokens + blocks * tokens) / node.snic_tokens_per_s if blocks else 0.0
 
 
+@settings(deadline=None)
 @given(queues, queues, st.sampled_from([0.5, 1.0, 3.0, 7.3]), st.sampled_from([0.5, 1.0, 2.0]),
        st.integers(1, 40))
 def test_split_is_the_best_of_all_shares(pe_queue, de_queue, pe_rate, de_rate, blocks):
@@ -341,6 +343,7 @@ def room(lane):
     return 99 if lane.max_tokens == inf else int(lane.max_tokens)
 
 
+@settings(deadline=None)
 @given(st.lists(lanes, min_size=1, max_size=4), st.integers(0, 7))
 def test_filling_is_the_best_of_all_shares(lanes, blocks):
     counts = fill(lanes, blocks, 1)
@@ -353,6 +356,7 @@ def test_filling_is_the_best_of_all_shares(lanes, blocks):
         assert counts == [room(lane) for lane in lanes]
 
 
+@settings(deadline=None)
 @given(st.lists(lanes, min_size=1, max_size=5), st.integers(0, 120).map(lambda n: n / 4))
 def test_the_level_is_where_the_lanes_have_read_it_all(lanes, tokens):
     top = level(lanes, tokens)
@@ -368,7 +372,7 @@ def test_the_level_is_where_the_lanes_have_read_it_all(lanes, tokens):
         assert tokens == 0 or read(top * 0.99) < tokens
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(lanes.map(lambda lane: lane._replace(max_tokens=inf)), min_size=1, max_size=2),
        st.lists(lanes, max_size=3), st.integers(1, 7), st.integers(1, 3), st.integers(0, 3))
 def test_choosing_helpers_is_the_best_of_all_choices(own, helpers, blocks, least, most):

@@ -4,7 +4,7 @@ from math import inf, nan
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvio.errors import InvalidArgument
@@ -97,9 +97,10 @@ def test_bad_input_is_refused(wrong):
 
 models = st.builds(AttentionModel, st.sampled_from([0.0, 1e-7, 1e-6]),
                    st.sampled_from([0.0, 1e-5, 1e-3]), st.sampled_from([0.0, 0.01]))
-queues = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 900)), max_size=8)
+queues = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 300)), max_size=6)
 
 
+@settings(deadline=None)
 @given(queues, models, st.sampled_from([0.02, 0.3, 1.0]), st.sampled_from([None, 1, 64, 500]))
 def test_every_token_is_packed_once_in_order_within_the_quota(cached_new, model, quota_s, most):
     """The engine's loop around the packing, until nothing is left."""
@@ -139,6 +140,7 @@ def test_the_model_counts_the_pairs_of_causal_attention():
     assert AttentionModel(0.0, 2.0, 3.0)(9, 4) == 11 and model(9, 0) == 0
 
 
+@settings(deadline=None)
 @given(models, st.integers(0, 10**5), st.integers(1, 10**5))
 def test_the_model_never_falls_when_tokens_are_added(model, cached, new):
     assert model(cached, new) <= model(cached, new + 1)
@@ -183,6 +185,7 @@ def test_a_fit_finds_what_made_the_samples(truth, relative):
 samples = st.lists(st.floats(0.5, 2.0), min_size=len(GRID), max_size=len(GRID))
 
 
+@settings(deadline=None)
 @given(samples, st.booleans())
 def test_no_better_fit_without_negative_coefficients(noise, relative):
     """The optimum of a convex problem: the slope is 0 along every coefficient above 0, and

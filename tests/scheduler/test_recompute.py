@@ -2,7 +2,7 @@
 from math import inf, nan
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_fleet import BLOCK, Fleet, Run, agents
 
@@ -113,6 +113,7 @@ models = st.builds(AttentionModel, st.sampled_from([0.0, 1e-6, 1e-3]),
                    st.sampled_from([0.0, 1e-3, 0.1]), st.sampled_from([0.0, 0.5]))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 300), st.lists(lanes, max_size=4), times, models,
        st.sampled_from([0.0, 0.01]), st.sampled_from([1, 16]))
 def test_the_minimum_is_exact_at_block_granularity(blocks, miss, lanes, busy_s, model, linear_s,

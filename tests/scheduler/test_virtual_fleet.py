@@ -6,7 +6,7 @@ import random
 from statistics import geometric_mean, mean
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_fleet import BLOCK, Fleet, Run, agents
 
@@ -100,6 +100,7 @@ arrivals = st.lists(st.tuples(st.sampled_from([0, 0, 1, 30, 200]), st.integers(1
                     max_size=12)
 
 
+@settings(deadline=None)
 @given(arrivals, st.sampled_from(["shorter_queue", "round_robin", "pe"]))
 def test_whatever_arrives_split_reads_all_of_it_first_but_for_a_block(arrivals, other):
     """It leaves no NIC idle while another has more than a block to read: so no policy over the
