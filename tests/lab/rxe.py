@@ -33,7 +33,6 @@ MODULES = {
     "none": [],
     "wire": ["veth", "crc32_generic", "rdma_rxe", "ib_uverbs", "sch_tbf", "sch_prio", "cls_u32"],
 }
-_APPEND = kernel.APPEND + " 8250.nr_uarts=1"
 _PORTS = ("control", "out", "err")
 _INIT = """
 die() { echo "lab: $*"; bb poweroff -f; }
@@ -105,7 +104,8 @@ class Guest:
         self.pipes = dict(zip(reads, _PORTS))
         arguments = [
             *kernel.MACHINE, "-smp", str(options.smp), "-m", str(options.mem),
-            "-kernel", f"{tree}/vmlinux", "-initrd", initrd, "-append", _APPEND,
+            "-kernel", f"{tree}/vmlinux", "-initrd", initrd,
+            "-append", kernel.append() + " 8250.nr_uarts=1",
             "-serial", f"file:{self.console}", "-device", "virtio-serial-pci",
             "-fsdev", "local,id=host,path=/,security_model=none,multidevs=remap,readonly=on",
             "-device", "virtio-9p-pci,fsdev=host,mount_tag=host"]
