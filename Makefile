@@ -42,7 +42,7 @@ help:
 	@echo 'make demo      the real model over both read paths, then the timed run (< 2 min, set-up aside)'
 	@echo 'make test      all tests, benchmarks once each, the wheel (< 10 min)'
 	@echo 'make bench     the benchmarks, with their table of ratios'
-	@echo 'make lab       verbs on real RDMA packets, in a virtual machine (< 10 min); installs QEMU'
+	@echo 'make lab       verbs on real RDMA packets, in a virtual machine (< 10 min, set-up aside); installs QEMU'
 	@echo 'make soak      kill -9 and power cuts for long (KILLS=500 CUTS=100); installs QEMU'
 	@echo 'make lmcache   the LMCache connector under the real package (TORCH=... for its torch)'
 	@echo 'make sanitize  the C code under ASan + UBSan, then TSan'

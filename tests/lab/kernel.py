@@ -3,14 +3,18 @@
 Needs qemu-system-x86, busybox-static, zstd, apt and dpkg (`.ci/lab-setup` installs them); neither
 /dev/kvm nor root. KVIO_LAB_CACHE says where the kernel is kept (default: ~/.cache/kvio-lab).
 """
+import ctypes
 import glob
 import lzma
+import mmap
 import os
+import platform
 import re
 import shutil
 import stat
 import subprocess
 import tempfile
+import time
 
 PACKAGE = "linux-image-6.12-amd64"
 APPEND = ("console=ttyS0 panic=-1 loglevel=4 mitigations=off nokaslr tsc=reliable no_timer_check "
@@ -42,6 +46,38 @@ def missing(*more: str) -> str | None:
     if lacking:
         return f"no {', '.join(lacking)}: run .ci/lab-setup"
     return None
+
+
+def append() -> str:
+    """The kernel's command line."""
+    khz = _tsc_khz()
+    return f"{APPEND} tsc_early_khz={khz}" if khz else APPEND
+
+
+# rdtsc; shl rdx, 32; or rax, rdx; ret
+_RDTSC = b"\x0f\x31\x48\xc1\xe2\x20\x48\x09\xd0\xc3"
+
+
+def _tsc_khz() -> int | None:
+    """The rate of this machine's time stamp counter, which the emulator hands on; None if it is no
+    x86. A guest finds it out from a timer chip; one that is held up meanwhile, as on a busy machine
+    it is, can be wrong by a factor of ten, and then all its time-outs are."""
+    if platform.machine() != "x86_64":
+        return None
+    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page.write(_RDTSC)
+    ticks = ctypes.CFUNCTYPE(ctypes.c_uint64)(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+
+    def now():
+        """(ns, ticks) of one moment: of those tried, the one that was held up least."""
+        tried = [(time.monotonic_ns(), ticks(), time.monotonic_ns()) for _ in range(20)]
+        before, at, after = min(tried, key=lambda each: each[2] - each[0])
+        return (before + after) // 2, at
+
+    first = now()
+    time.sleep(0.05)
+    second = now()
+    return round(1e6 * (second[1] - first[1]) / (second[0] - first[0]))
 
 
 # ---- the kernel ----

@@ -33,7 +33,6 @@ MODULES = {
     "none": [],
     "wire": ["veth", "crc32_generic", "rdma_rxe", "ib_uverbs", "sch_tbf", "sch_prio", "cls_u32"],
 }
-_APPEND = kernel.APPEND + " 8250.nr_uarts=1"
 _PORTS = ("control", "out", "err")
 _INIT = """
 die() { echo "lab: $*"; bb poweroff -f; }
@@ -72,13 +71,23 @@ def _command(options):
     quote = shlex.quote
     lines = ["export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
              f"export HOME={quote(os.path.expanduser('~'))} KVIO_LAB=1", "ulimit -l unlimited",
-             "echo up >&3"]
+             "echo 1 >/proc/sys/vm/nr_hugepages", "echo up >&3"]
     if options.net == "wire":
         lines.append(f"{quote(HERE)}/wire.sh make")
     lines += [f"export {quote(pair)}" for pair in options.env]
     lines += [f"cd {quote(options.cwd)}", "echo start >&3", "set +e",
               f"{shlex.join(options.command)} 3>&-", "rc=$?", "echo end >&3", "exit $rc"]
     return "\n".join(lines) + "\n"
+
+
+def _in_the_child(realtime):
+    """Of QEMU, before it becomes QEMU."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)                                  # dies with us
+    if realtime:
+        try:
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        except PermissionError:
+            os.write(2, b"lab: no CAP_SYS_NICE: what else runs here shows in the guest's times\n")
 
 
 class Guest:
@@ -95,7 +104,8 @@ class Guest:
         self.pipes = dict(zip(reads, _PORTS))
         arguments = [
             *kernel.MACHINE, "-smp", str(options.smp), "-m", str(options.mem),
-            "-kernel", f"{tree}/vmlinux", "-initrd", initrd, "-append", _APPEND,
+            "-kernel", f"{tree}/vmlinux", "-initrd", initrd,
+            "-append", kernel.append() + " 8250.nr_uarts=1",
             "-serial", f"file:{self.console}", "-device", "virtio-serial-pci",
             "-fsdev", "local,id=host,path=/,security_model=none,multidevs=remap,readonly=on",
             "-device", "virtio-9p-pci,fsdev=host,mount_tag=host"]
@@ -105,7 +115,7 @@ class Guest:
         self._started = time.monotonic()
         self.process = subprocess.Popen(
             arguments, stdin=subprocess.DEVNULL, pass_fds=writes,
-            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL))      # dies with us
+            preexec_fn=lambda: _in_the_child(options.realtime))
         for end in writes:
             os.close(end)
 
@@ -180,6 +190,8 @@ def parse(arguments=None):
     parser.add_argument("--mem", type=int, default=1024, metavar="MIB")
     parser.add_argument("--cwd", default=os.getcwd(), metavar="DIR")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--realtime", action="store_true", help="the guest's processors go before "
+                        "this machine's other work (SCHED_RR, where CAP_SYS_NICE allows it)")
     parser.add_argument("--times", action="store_true", help="say how long the guest took to start")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)

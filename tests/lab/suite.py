@@ -44,6 +44,9 @@ SHORT = [
 # The guest's Python starts slowly: no plugins, no figures, one thread for BLAS.
 ENVIRONMENT = {"KVIO_REQUIRE": "rxe,verbs", "OPENBLAS_NUM_THREADS": "1",
                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+# The whole measures too, and would measure this machine's other work: a processor of the guest that
+# another process holds up for a scheduler's slice is 4 ms late.
+QUICK, WHOLE = ["--timeout", "180"], ["--timeout", "1800", "--realtime"]
 
 
 def main(arguments) -> int:
@@ -65,8 +68,8 @@ def _run(arguments, short, folder):
                "-o", "filterwarnings=ignore:NIC .* does not honour class",    # rxe has no sl
                *(SHORT if short else ALL), *arguments]
     options = [part for pair in environment.items() for part in ("--env", "=".join(pair))]
-    return rxe.main(["--cwd", os.path.dirname(TESTS), "--timeout", "180" if short else "1800",
-                     "--times", *options, "--", *command])
+    return rxe.main(["--cwd", os.path.dirname(TESTS), *(QUICK if short else WHOLE), "--times",
+                     *options, "--", *command])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def run(script, *arguments):
 
 
 def test_a_command_runs_in_the_guest():
-    status, out, err = run("rxe.py", "--", "/bin/sh", "-c",
+    status, out, err = run("rxe.py", "--realtime", "--", "/bin/sh", "-c",
                            "cat /sys/class/infiniband/rxe*/ports/1/state; echo wrong >&2; exit 7")
     assert (status, out) == (7, "4: ACTIVE\n4: ACTIVE\n") and "wrong" in err, err
 

@@ -55,7 +55,7 @@ class Guest:
                 os.unlink(path)
         arguments = [
             *kernel.MACHINE, "-smp", "1", "-m", str(mem_mib), "-kernel", f"{tree}/vmlinux",
-            "-initrd", initrd, "-append", kernel.APPEND + " 8250.nr_uarts=2",
+            "-initrd", initrd, "-append", kernel.append() + " 8250.nr_uarts=2",
             "-serial", f"file:{self.console}",
             "-chardev", f"socket,id=line,path={line},server=on,wait=off", "-serial", "chardev:line",
             "-drive", f"driver=nbd,server.type=unix,server.path={disk},cache.direct=on,"

@@ -26,8 +26,8 @@ FILLED = 0.8                            # of the rate, by KV's payload alone
 # Few and large: the load's Python runs on the same emulated processors. Of several queue pairs, for
 # the kernel lets each have 64 packets on the way: 90 ms of this link.
 PEERS, DEPTH, KV_NBYTES, SMALL_NBYTES = 4, 2, 196608, 64
-RUNS, WARM, IDLE = 3, 2, 50             # runs; WRITEs before a block, and in an idle one
-TWO, ONE = (COLLECTIVE, 8, 50), (KV, 2, 5)      # class; blocks with KV in a run, WRITEs in each
+RUNS, WARM, IDLE = 3, 2, 100            # runs; WRITEs before a block, and in an idle one
+TWO, ONE = (COLLECTIVE, 10, 100), (KV, 2, 5)    # class; blocks with KV in a run, WRITEs in each
 
 
 class Load:
