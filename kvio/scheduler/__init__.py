@@ -7,14 +7,15 @@ simulator run the very same code. All ties go to the lowest engine id.
 Vocabulary of the paper: seq_e = `num_requests`, tok_e = `num_tokens`, read_q =
 `read_queue_tokens`, alpha and beta as there, Z = `load_limit`.
 """
-from kvio.scheduler.data import (DE, PE, DecodeChoice, EngineReport, Part, PrefillChoice,
-                                 PrefillWork, Request, Route)
-from kvio.scheduler.decode import assign_groups, choose_decode
+from kvio.scheduler.data import (DE, PE, DecodeReason, EngineReport, Part, PrefillReason,
+                                 PrefillWork, Rejection, Request, Route, RouteReason)
+from kvio.scheduler.decode import choose_decode, choose_group
 from kvio.scheduler.paths import NodeState, ReadChoice, choose_path
 from kvio.scheduler.prefill import choose_prefill
 from kvio.scheduler.quota import pack_prefill
 from kvio.scheduler.scheduler import Scheduler
 
-__all__ = ["DE", "DecodeChoice", "EngineReport", "NodeState", "PE", "Part", "PrefillChoice",
-           "PrefillWork", "ReadChoice", "Request", "Route", "Scheduler", "assign_groups",
-           "choose_decode", "choose_path", "choose_prefill", "pack_prefill"]
+__all__ = ["DE", "DecodeReason", "EngineReport", "NodeState", "PE", "Part", "PrefillReason",
+           "PrefillWork", "ReadChoice", "Rejection", "Request", "Route", "RouteReason",
+           "Scheduler", "choose_decode", "choose_group", "choose_path", "choose_prefill",
+           "pack_prefill"]
