@@ -28,12 +28,15 @@ def choose_decode(waiting, engines) -> list:
     tok_e; if none has enough, the fetch ends. The engines' figures grow with each assignment.
     Returns [(request, engine, DecodeReason), ...].
     """
-    engines = sorted(engines, key=_fewest_requests)
-    limit, chosen = None, []
+    engines, chosen = list(engines), []
+    most = max((engine.free_hbm_tokens for engine in engines), default=0)
     for request in waiting:
         need, normal, high = request.num_tokens, None, None
-        if limit is None:
+        if not chosen:
+            if need > most:
+                break                               # often, when there is a queue
             limit = _load_limit(waiting, engines)
+            engines.sort(key=_fewest_requests)
         for engine in engines:
             if engine.free_hbm_tokens >= need:
                 if engine.num_tokens + need <= limit:

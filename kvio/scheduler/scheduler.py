@@ -134,12 +134,13 @@ class Scheduler:
         except TypeError as wrong:
             raise InvalidArgument(f"a fetch takes two lists of EngineReports: {wrong}") from None
         fleet, held = self._fleet, set()
-        reports = fleet.check(reports)
-        for side in (PE, DE):
-            for engine_id in fleet.restarted(side, reports[side]):
-                self.lose(side, engine_id)
+        reports, restarted = fleet.check(reports)
+        for side, engine_id in restarted:
+            self.lose(side, engine_id)
         prefill = fleet.take(PE, reports[PE], held)
         decode = fleet.take(DE, reports[DE], held)
+        if fleet.new_group:
+            self._share()
         for request_id in held.intersection(self._waiting) if held else ():
             self._reject(self._waiting[request_id], _held(request_id))
         return prefill, decode
@@ -217,6 +218,21 @@ class Scheduler:
                 entry.group = None
             self._decode_queue.put_back(leaving)
 
+    def _share(self):
+        """A decode group has joined: those that have more than their share of the load give the
+        last requests of their queues back, so that it is not idle while others wait. Beyond the
+        paper, where groups are there from the beginning."""
+        self._fleet.new_group = False
+        groups = self._fleet.groups[DE].values()
+        share = sum(group.load for group in groups) / len(groups)
+        leaving = []
+        for group in groups:
+            while group.queue and group.load > share:
+                leaving.append(group.queue.pop())
+                leaving[-1].group = None
+            self._fleet.by_load.touch(group)
+        self._decode_queue.put_back(leaving)
+
     # -- decisions
 
     def fetch(self, prefill_reports, decode_reports) -> list[Route]:
@@ -236,7 +252,8 @@ class Scheduler:
         self._enter_groups()
         groups = {}
         for engine in decode:
-            groups.setdefault(engine.group, []).append(engine)
+            if engine.group.queue:
+                groups.setdefault(engine.group, []).append(engine)
         for group, engines in groups.items():       # they do not see each other
             self._fetch_decode(group, engines)
         return self._commit_all() if complete else []
