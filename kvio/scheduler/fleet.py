@@ -28,36 +28,38 @@ class Fleet:
     # -- reports
 
     def check(self, reports: dict):
-        """The reports of both sides without those that come late, and the engines, as (side,
-        engine_id), that have started anew since they last reported: what was known of these has
-        to be forgotten first. InvalidArgument, and nothing is changed, if a report contradicts
+        """By side, (report, engine or None for a new one) without reports that come late; and the
+        engines, as (side, engine_id), that have started anew since they last reported: what was
+        known of these has to be forgotten first. InvalidArgument, and nothing is changed, if a report contradicts
         another or what is known."""
         homes, checked, restarted = {}, {}, []
         for side in (PE, DE):
-            engines, seen, checked[side] = self.engines[side], set(), []
+            engines, seen, kept = self.engines[side], set(), []
             for report in reports[side]:
-                if not isinstance(report, EngineReport):
+                if type(report) is not EngineReport:
                     raise InvalidArgument(f"a fetch takes EngineReports, not {report!r}")
                 engine = engines.get(report.engine_id)
-                # Nearly always it is the engine that is known, at its place.
-                if engine is None or report.incarnation != engine.incarnation:
+                # Nearly always it is an engine that is known, where it was.
+                if engine is None or engine.place != (report.incarnation, report.group_id,
+                                                      report.node_id):
                     if not self._check_new(side, report, engine, homes):
                         continue                    # it is late
                     if engine is not None:
                         restarted.append((side, report.engine_id))
-                elif report.group_id != engine.group.group_id or \
-                        report.node_id != engine.node.state.node_id:
-                    raise _moved(side, report, engine)
+                        engine = None
                 seen.add(report.engine_id)
-                checked[side].append(report)
-            if len(seen) < len(checked[side]):
+                kept.append((report, engine))
+            if len(seen) < len(kept):
                 raise InvalidArgument(f"a {side} engine reports twice in one fetch: "
-                                      f"{[report.engine_id for report in checked[side]]}")
+                                      f"{[report.engine_id for report, _ in kept]}")
+            checked[side] = kept
         self.num_late_reports += sum(len(reports[side]) - len(checked[side]) for side in checked)
         return checked, restarted
 
     def _check_new(self, side, report, engine, homes):
         """False if the report comes from an engine that has been lost since."""
+        if engine is not None and report.incarnation == engine.incarnation:
+            raise _moved(side, report, engine)
         known = self._lost.get((side, report.engine_id), -1) if engine is None else \
             engine.incarnation
         if report.incarnation <= known:
@@ -72,13 +74,11 @@ class Fleet:
                 "node are in one group")
         return True
 
-    def take(self, side: str, reports, newly_held: set) -> list[EngineLoad]:
-        """Checked reports; the engines that made them. Requests that an engine says to hold for
+    def take(self, side: str, checked, newly_held: set) -> list[EngineLoad]:
+        """What `check` gave; the engines that have reported. Requests that an engine says to hold for
         the first time are added to `newly_held`."""
-        engines, taken = self.engines[side], []
-        node = group = last_route = None
-        for report in reports:
-            engine = engines.get(report.engine_id)
+        taken, node, group, last_route = [], None, None, None
+        for report, engine in checked:
             if engine is None:
                 engine = self._join(side, report)
             if engine.node is not node or report.last_route != last_route:
