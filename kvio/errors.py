@@ -10,7 +10,7 @@ import os as _os
 
 __all__ = [
     "BackendUnavailable", "BlocksMissing", "Busy", "Closed", "FormatError", "InvalidArgument",
-    "KvioError", "LayoutMismatch", "MappingFailed", "ModelMissing", "OutOfBlocks",
+    "KvioError", "LayoutMismatch", "MappingFailed", "ModelMissing", "OutOfBlocks", "PlotMissing",
     "RequestTooLong", "StoreError", "TransferError", "TransferTimeout", "checked_int",
     "errno_name",
 ]
@@ -50,6 +50,10 @@ class OutOfBlocks(KvioError, MemoryError):
 
 class ModelMissing(KvioError, ImportError):
     """The package that carries the language model's weights is not installed."""
+
+
+class PlotMissing(KvioError, ImportError):
+    """The package that draws is not installed; the message says its name."""
 
 
 class _OsError(KvioError, OSError):

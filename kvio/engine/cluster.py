@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvio.engine.collectives import CollectiveSetting, Collectives
 from kvio.engine.decode import DecodeEngine, drained
+from kvio.engine.oracle import CopyMover, MemoryStore
 from kvio.engine.prefill import PrefillEngine
 from kvio.engine.request import EngineRequest, usable_hits
 from kvio.engine.serving import Serving
@@ -17,12 +18,14 @@ from kvio.errors import Closed, InvalidArgument
 from kvio.layout import BlockLayout, block_keys, root_key, token_array
 from kvio.loader import Mover
 from kvio.scheduler import DE, PE, EngineReport, Request, Scheduler
+from kvio.scheduler.paths import Push
 from kvio.storage import BlockStore
 from kvio.transfer import KV, Fabric, Nic, TrafficClass
 
 __all__ = ["Cluster", "ClusterConfig", "MODES"]
 
-MODES = ("none", "basic", "dualpath")
+MODES = ("none", "basic", "dualpath", "oracle")
+_POLICIES = {"none": "pe", "basic": "pe", "dualpath": "shorter_queue", "oracle": "pe"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,14 @@ class ClusterConfig:
 
     nic: what every engine's compute NIC is opened on, "soft" or "verbs:HCA" (all of them on one
     HCA, then); only soft NICs can be paced. kv_class: the traffic class of all KV. collectives:
-    what the decode engines exchange in each step beside it, None for nothing.
+    what the decode engines exchange in each step beside it, None for nothing. persist_class: the
+    traffic class of decode's copies from HBM to DRAM, None for kv_class.
+
+    policy: who reads, a name or an object of `kvio.scheduler.paths`; None: by the mode. One that
+    pushes says so (`pushes = True`, as `Push` does): PE HBM is open to others' writes then alone.
+    quota_s: predicted attention time of a prefill batch at most; None: a whole request a batch.
+    attention_time(cached, new): that prediction in seconds, None for the compute's own.
+    batch_tokens: what a batch may hold in PE HBM, hits included, None for max_tokens.
     """
 
     layout: BlockLayout
@@ -49,6 +59,11 @@ class ClusterConfig:
     nic: str = "soft"
     kv_class: TrafficClass = KV
     collectives: CollectiveSetting | None = None
+    persist_class: TrafficClass | None = None
+    policy: object = None
+    quota_s: float | None = None
+    attention_time: object = None
+    batch_tokens: int | None = None
 
     def __post_init__(self):
         if self.nic != "soft" and self.cnic_bytes_per_s:
@@ -65,21 +80,28 @@ class Cluster:
     cancels the tasks whose requests are still being served, and waits until these have ended.
 
     `store` is None in mode "none" (nothing is reused or stored); "basic" reads on the prefill
-    side only; "dualpath" on the side with the shorter reading queue. `make_compute()` gives each
-    engine its arithmetic. `fabric` is the network of soft NICs, the cluster's own by default.
+    side only; "dualpath" on the side with the shorter reading queue. "oracle" is what no machine
+    can be: hits are copied from a `MemoryStore` in no time (its own one if `store` is None), and
+    only computing takes any. `make_compute()` gives each engine its arithmetic. `fabric` is the
+    network of soft NICs, the cluster's own by default.
     """
 
     def __init__(self, config: ClusterConfig, mode: str, store: BlockStore | None, make_compute,
                  fabric: Fabric | None = None):
         if mode not in MODES:
             raise InvalidArgument(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+        if mode == "oracle" and store is None:
+            store = MemoryStore(config.layout)
         if (store is None) != (mode == "none"):
             raise InvalidArgument("mode 'none' goes without a store, the others need one")
+        if (mode == "oracle") != isinstance(store, MemoryStore):
+            raise InvalidArgument("mode 'oracle' goes with a MemoryStore, and no other mode does: "
+                                  f"not {mode!r} with {store!r}")
         self.config, self.mode, self.store = config, mode, store
         self.layout, self._make_compute = config.layout, make_compute
-        self.scheduler = Scheduler(config.alpha, config.beta,
-                                   "shorter_queue" if mode == "dualpath" else "pe",
-                                   self.layout.block_tokens)
+        self.scheduler = Scheduler(
+            config.alpha, config.beta, _POLICIES[mode] if config.policy is None else config.policy,
+            self.layout.block_tokens)
         self.prefill, self.decode, self._peers = [], [], {}
         self._waiting, self._ids = {}, 0            # request_id -> (request, future)
         self._serving, self._closed = {}, False     # task -> future: until `generate` has ended
@@ -96,11 +118,14 @@ class Cluster:
         return self
 
     def _open(self, stack):
-        config = self.config
+        config, policy = self.config, self.scheduler.policy
+        pushed = getattr(policy, "pushes", isinstance(policy, Push))
         for i in range(config.num_prefill):
             self.prefill.append(PrefillEngine(
                 i, i, f"pe{i}", self.layout, **self._parts(f"pe{i}", stack),
-                max_tokens=config.max_tokens, depth=config.depth))
+                max_tokens=config.max_tokens, depth=config.depth, quota_s=config.quota_s,
+                attention_time=config.attention_time, batch_tokens=config.batch_tokens,
+                pushed=pushed))
         for i in range(config.num_decode):
             self.decode.append(DecodeEngine(
                 i, config.num_prefill + i, f"de{i}", self.layout, **self._parts(f"de{i}", stack),
@@ -123,9 +148,13 @@ class Cluster:
 
     def _connect(self):
         """Every NIC with every other, once each way: any node may lend its NIC, or push."""
-        classes = [self.config.kv_class]
+        persist = self.config.persist_class
+        classes = [self.config.kv_class, *([] if persist in (None, self.config.kv_class)
+                                           else [persist])]
         self._peers = {(a.name, b.name): a.nic.connect(b.name, classes=classes)
                        for a in self.engines for b in self.engines}
+        self._max_sge = min(qp["max_sge"] for peer in self._peers.values()
+                            for qp in peer.query().values())
         if self.config.collectives is not None:
             self.collectives = Collectives(self.config.collectives, self.decode)
             for i, engine in enumerate(self.decode):
@@ -226,19 +255,28 @@ class Cluster:
         return nodes
 
     def _mover(self, nodes):
+        rings = {side: node.ring for side, node in nodes.items()}
+        if self.mode == "oracle":
+            return CopyMover(self.layout, rings)
         peers = {(a, b): self._peers[nodes[a].name, nodes[b].name] for a in nodes for b in nodes}
-        return Mover(self.layout, {side: node.ring for side, node in nodes.items()}, peers,
-                     self.config.kv_class)
+        return Mover(self.layout, rings, peers, self.config.kv_class,
+                     persist_class=self.config.persist_class, max_sge=self._max_sge)
+
+    @property
+    def _snic_tokens_per_s(self):
+        """All nodes have the same storage NIC: one that is not paced counts as 1."""
+        return self.config.snic_bytes_per_s / sum(self.layout.layer_bytes_per_token) or 1.0
 
     def _reports(self):
         """What the engines say of themselves."""
         prefill, decode = [], []
         for node, engine in enumerate(self.engines):
             queue = engine.read_queue_tokens if engine.ring is not None else 0
-            figures = engine.engine_id, node, engine.num_requests, engine.num_tokens, queue
-            if node < len(self.prefill):
-                prefill.append(EngineReport(*figures))
-            else:
-                decode.append(EngineReport(*figures, engine.free_hbm_tokens,
-                                           hbm_tokens=engine.num_hbm_tokens))
+            decodes = node >= len(self.prefill)
+            (decode if decodes else prefill).append(EngineReport(
+                engine.engine_id, node, engine.num_requests, engine.num_tokens, queue,
+                engine.free_hbm_tokens if decodes else 0,
+                hbm_tokens=engine.num_hbm_tokens if decodes else None,
+                snic_tokens_per_s=self._snic_tokens_per_s,
+                lend_tokens=engine.lend_tokens if engine.ring is not None else 0))
         return prefill, decode

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from kvio.errors import InvalidArgument, KvioError, checked_int
 from kvio.loader.plan import Part, path_name
+from kvio.scheduler.reason import Reason
 
-__all__ = ["DE", "DecodeReason", "EngineReport", "PE", "Part", "PrefillReason", "PrefillWork",
-           "Rejection", "Request", "Route", "RouteReason"]
+__all__ = ["DE", "EngineReport", "PE", "Part", "PrefillWork", "Rejection", "Request", "Route"]
 
 PE, DE = "pe", "de"                 # the two sides of a request
 
@@ -67,7 +67,7 @@ class EngineReport:
     when the scheduler has started anew, see `Scheduler.observe`.
 
     `snic_tokens_per_s` is what the node's storage NIC reads (any unit that all nodes share;
-    policies that split need it). `lend_tokens` and `lend_tokens_per_s` are what the node lends
+    policies that split need it); 0: it is dead. `lend_tokens` and `lend_tokens_per_s` are what the node lends
     for other nodes' requests: free DRAM buffer and spare compute NIC bandwidth; 0: nothing.
     """
 
@@ -102,13 +102,13 @@ class EngineReport:
             if value is not None and (type(value) is not int or value < 0):
                 _make_ints(self, name)
         if not (type(self.snic_tokens_per_s) is type(self.lend_tokens_per_s) is float
-                and 0 < self.snic_tokens_per_s < math.inf and self.lend_tokens_per_s >= 0):
+                and 0 <= self.snic_tokens_per_s < math.inf and self.lend_tokens_per_s >= 0):
             self._make_rates()
         if self.request_ids is not None:
             self._make_request_ids()
 
     def _make_rates(self):
-        for name, least, most in (("snic_tokens_per_s", 5e-324, sys.float_info.max),
+        for name, least, most in (("snic_tokens_per_s", 0, sys.float_info.max),
                                   ("lend_tokens_per_s", 0, math.inf)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real) or \
@@ -125,53 +125,12 @@ class EngineReport:
             raise InvalidArgument(f"request_ids must be ints or None: {self}") from None
 
 
-class PrefillReason(NamedTuple):
-    """Why a prefill engine was chosen; figures as they were before the request was added."""
-
-    short_queue: bool               # its class: else the long reading queue
-    read_queue_tokens: int          # of its node
-    num_engines: int                # in its class
-    num_tokens: int                 # its load, the least of the class
-
-    def __str__(self):
-        return (f"{'short' if self.short_queue else 'long'} reading queue "
-                f"({self.read_queue_tokens} tokens), least load of {self.num_engines} "
-                f"({self.num_tokens} tokens)")
-
-
-class DecodeReason(NamedTuple):
-    """Why a decode engine was chosen; figures as they were before the request was added."""
-
-    normal: bool                    # below Z with the request: else all that fit are above
-    load_limit: float               # Z of the paper, in tokens
-    num_requests: int
-    num_tokens: int
-    group_id: int = 0
-
-    def __str__(self):
-        if self.normal:
-            return f"fewest requests ({self.num_requests}) below Z = {self.load_limit:.0f} tokens"
-        return (f"all that fit are above Z = {self.load_limit:.0f} tokens, least load "
-                f"({self.num_tokens})")
-
-
-class RouteReason(NamedTuple):
-    """Why a route is as it is. Plain data; `str()` puts it into words, when somebody asks."""
-
-    read: object                    # the policy's, anything with a str()
-    prefill: PrefillReason
-    decode: DecodeReason
-
-    def __str__(self):
-        return f"{self.read}; PE: {self.prefill}; DE: {self.decode}"
-
-
 @dataclass(frozen=True, slots=True)
 class Route:
     """The whole decision for a request. Committed: it is never changed silently.
 
     `parts` say which node's storage NIC reads which hit tokens; hits behind the last part are
-    computed again. `push`: other nodes write their parts into PE HBM. `number` grows with every
+    computed again. `reason` renders when it is asked. `push`: other nodes write their parts into PE HBM. `number` grows with every
     route that a scheduler commits.
     """
 
@@ -179,7 +138,7 @@ class Route:
     prefill_engine: int
     decode_engine: int
     parts: tuple[Part, ...]
-    reason: RouteReason
+    reason: Reason
     push: bool = False
     number: int = 0
 

@@ -1,6 +1,7 @@
 """What the scheduler knows of nodes, engines and groups: what they reported, and what has been
 decided since. The records change in place; nothing here decides anything."""
 from collections import deque
+from math import inf
 
 from kvio.scheduler.paths import NodeState
 from kvio.scheduler.queues import Queue
@@ -55,8 +56,10 @@ class Node:
 
     @property
     def finish_time(self) -> float:
-        """When the storage NIC has read all that waits: what helpers are ranked by."""
-        return self.state.read_queue_tokens / self.state.snic_tokens_per_s
+        """When the storage NIC has read all that waits: what helpers are ranked by.
+        A dead one never has."""
+        rate = self.state.snic_tokens_per_s
+        return self.state.read_queue_tokens / rate if rate else inf
 
     def observe(self, report) -> None:
         """Of engines of one node, the report that counts the most routes is the newest."""
