@@ -41,7 +41,8 @@ MEAN_TOKENS = sum(turn(0, index).num_tokens for index in range(TURNS)) / TURNS
 
 
 class Engine:
-    """What an engine knows of itself; `snic` [tokens asked for, when all are read] is its node's."""
+    """What an engine knows of itself; `snic`, [when all it was asked for is read], is its node's.
+    """
 
     def __init__(self, engine_id, node_id, snic):
         self.engine_id, self.node_id, self.snic = engine_id, node_id, snic

@@ -67,8 +67,9 @@ class EngineReport:
     when the scheduler has started anew, see `Scheduler.observe`.
 
     `snic_tokens_per_s` is what the node's storage NIC reads (any unit that all nodes share;
-    policies that split need it); 0: it is dead. `lend_tokens` and `lend_tokens_per_s` are what the node lends
-    for other nodes' requests: free DRAM buffer and spare compute NIC bandwidth; 0: nothing.
+    policies that split need it); 0: it is dead. `lend_tokens` and `lend_tokens_per_s` are what the
+    node lends for other nodes' requests: free DRAM buffer and spare compute NIC bandwidth; 0:
+    nothing.
     """
 
     engine_id: int
@@ -130,8 +131,8 @@ class Route:
     """The whole decision for a request. Committed: it is never changed silently.
 
     `parts` say which node's storage NIC reads which hit tokens; hits behind the last part are
-    computed again. `reason` renders when it is asked. `push`: other nodes write their parts into PE HBM. `number` grows with every
-    route that a scheduler commits.
+    computed again. `push`: other nodes write their parts into PE HBM. `str(reason)` says why all
+    this. `number` grows with every route that a scheduler commits.
     """
 
     request_id: int

@@ -30,8 +30,8 @@ class Fleet:
     def check(self, reports: dict):
         """By side, (report, engine or None for a new one) without reports that come late; and the
         engines, as (side, engine_id), that have started anew since they last reported: what was
-        known of these has to be forgotten first. InvalidArgument, and nothing is changed, if a report contradicts
-        another or what is known."""
+        known of these has to be forgotten first. InvalidArgument, and nothing is changed, if a
+        report contradicts another or what is known."""
         homes, checked, restarted = {}, {}, []
         for side in (PE, DE):
             engines, seen, kept = self.engines[side], set(), []
@@ -75,8 +75,8 @@ class Fleet:
         return True
 
     def take(self, side: str, checked, newly_held: set) -> list[EngineLoad]:
-        """What `check` gave; the engines that have reported. Requests that an engine says to hold for
-        the first time are added to `newly_held`."""
+        """Take in what `check` gave; the engines that have reported. Requests that an engine says
+        to hold for the first time are added to `newly_held`."""
         taken, node, group, last_route = [], None, None, None
         for report, engine in checked:
             if engine is None:
