@@ -165,9 +165,10 @@ class Fleet:
             self.by_finish_time.remove(node)
         if not group.engines:
             del self.groups[side][group.group_id]
-            self.by_load.remove(group)
-        elif side == DE:
+        if side == DE and group.engines:
             self.by_load.touch(group)
+        elif side == DE:
+            self.by_load.remove(group)
         self.measure(group)
         for request_id in engine.request_ids or ():
             self._let_go(request_id)

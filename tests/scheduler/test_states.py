@@ -1,7 +1,7 @@
 """Whatever happens, in whatever order: the scheduler decides as the plain rules say, each request
 is assigned once, HBM is never promised twice, and in the end nobody is left waiting."""
 import hypothesis.strategies as st
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from plain_scheduler import PlainScheduler
 
@@ -142,4 +142,5 @@ class Cluster(RuleBasedStateMachine):
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestCluster.settings = settings(max_examples=100, stateful_step_count=40, deadline=None,
+                                suppress_health_check=[HealthCheck.too_slow])
