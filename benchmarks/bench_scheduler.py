@@ -10,7 +10,6 @@ storage NIC likewise, a DE holds a request's HBM until it has been decoded. A ro
 engines 10 ms after the fetch, so reports are late by what was decided meanwhile.
 """
 import argparse
-import gc
 import json
 import resource
 import time
@@ -165,6 +164,80 @@ class Replay:
             "fetch_us_p50": 1e6 * times[len(times) // 2],
             "fetch_us_p99": 1e6 * times[len(times) * 99 // 100],
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def waiting(count, hits=960):
+    """A scheduler with `count` requests of 1,000 tokens in its queues, one node a side known."""
+    scheduler = Scheduler(10**9, 10**9, block_tokens=BLOCK_TOKENS)
+    scheduler.observe(prefill_reports(), decode_reports(0))
+    for number in range(count):
+        scheduler.submit(Request(number, 990, hits, 10))
+    return scheduler
+
+
+def prefill_reports():
+    return [EngineReport(i, 0, 5, 5_000, 9_000) for i in range(GPUS)]
+
+
+def decode_reports(free_hbm_tokens):
+    return [EngineReport(i, 1, 5, 5_000, 9_000, free_hbm_tokens) for i in range(GPUS)]
+
+
+def judge(benchmark, name, figure):
+    """The figure, and its ratio to what it must not exceed."""
+    benchmark.extra_info.update({name: figure, "ratio_to_limit": figure / LIMITS[name]})
+
+
+@pytest.mark.parametrize("num_waiting", [0, 2000])
+def test_a_request_from_submission_to_route(benchmark, num_waiting):
+    """64 requests come, a fetch of 8 + 8 engines routes 64, behind which others wait."""
+    scheduler, at, num_routes = waiting(num_waiting), num_waiting, []
+
+    def turn_of_64():
+        nonlocal at
+        for number in range(at, at + 64):
+            scheduler.submit(Request(number, 990, 960, 10))
+        at += 64
+        num_routes.append(len(scheduler.fetch(prefill_reports(), decode_reports(8_000))))
+
+    benchmark(turn_of_64)
+    assert set(num_routes) == {64} and scheduler.num_waiting == num_waiting
+    if benchmark.stats:
+        judge(benchmark, "us_per_request", 1e6 * benchmark.stats.stats.median / 64)
+
+
+@pytest.mark.parametrize("free, routed", [(0, 0), (1_000, 8), (999, 0)],
+                         ids=["full", "eight_fit", "none_fits_one"])
+def test_a_fetch_of_8_engines_with_1000_waiting(benchmark, free, routed):
+    """The decode group's fetch; its reports are made in the time as well."""
+    scheduler, at, num_routes = waiting(1000), 1000, []
+    scheduler.fetch(prefill_reports(), [])              # all have a PE
+
+    def fetch():
+        num_routes.append(len(scheduler.fetch((), decode_reports(free))))
+
+    def refill():
+        nonlocal at
+        while scheduler.num_waiting < 1000:
+            scheduler.submit(Request(at, 990, 960, 10))
+            at += 1
+        scheduler.fetch(prefill_reports(), [])
+
+    benchmark.pedantic(fetch, setup=refill, rounds=300, warmup_rounds=10)
+    assert set(num_routes) == {routed}
+    if benchmark.stats:
+        judge(benchmark, "fetch_ms", 1e3 * benchmark.stats.stats.median)
+
+
+@pytest.mark.parametrize("policy", ["shorter_queue", "split", "any_node"])
+def test_the_largest_run_of_the_paper(benchmark, smoke, policy):
+    replay = Replay(480, 2, 4, policy) if smoke else Replay(policy=policy)
+    figures = benchmark.pedantic(replay.measure, (0.2, 0.3) if smoke else (30, 10), rounds=1)
+    assert figures["requests_per_s"] > 0
+    if not smoke:
+        assert figures["requests_per_s"] > 0.95 * REQUESTS_PER_S, "the run is void"
+    benchmark.extra_info.update(figures, ratio_to_limit={
+        name: figures[name] / LIMITS[name] for name in ("cpu_share", "peak_rss_bytes")})
 
 
 if __name__ == "__main__":

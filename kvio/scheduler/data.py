@@ -41,7 +41,12 @@ class Request:
     max_new_tokens: int
 
     def __post_init__(self):
-        _make_ints(self, "request_id", "num_prompt_tokens", "num_cached_tokens", "max_new_tokens")
+        if not (type(self.request_id) is type(self.num_prompt_tokens)
+                is type(self.num_cached_tokens) is type(self.max_new_tokens) is int
+                and self.request_id | self.num_prompt_tokens | self.num_cached_tokens
+                | self.max_new_tokens >= 0):
+            _make_ints(self, "request_id", "num_prompt_tokens", "num_cached_tokens",
+                       "max_new_tokens")
         if self.num_cached_tokens >= self.num_prompt_tokens:
             raise InvalidArgument("a request needs num_cached_tokens < num_prompt_tokens, for "
                                   f"one token at least is computed: {self}")
@@ -113,7 +118,7 @@ class EngineReport:
                                   ("lend_tokens_per_s", 0, math.inf)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real) or \
-                    not least <= value <= most:
+                    not least <= float(value) <= most:
                 raise InvalidArgument(f"{name} must be a number, {least} to {most}, not {value!r}"
                                       f"; in {self}")
             setattr(self, name, float(value))

@@ -54,8 +54,17 @@ def choose_decode(waiting, engines) -> list:
         chosen.append((request, best, Reason(_HIGH, limit, best.num_tokens) if normal is None else
                        Reason(_NORMAL, best.num_requests, limit)))
         best.add(need)
-        engines.sort(key=_fewest_requests)          # nearly sorted: linear
+        _move_up(engines, best)
     return chosen
+
+
+def _move_up(engines, engine):
+    """Sort again, now that one engine has a request more."""
+    at, last, key = engines.index(engine), len(engines) - 1, _fewest_requests(engine)
+    while at < last and _fewest_requests(engines[at + 1]) < key:
+        engines[at] = engines[at + 1]
+        at += 1
+    engines[at] = engine
 
 
 def _fewest_requests(engine):
