@@ -6,7 +6,8 @@ from kvio.errors import InvalidArgument, KvioError, RequestTooLong, checked_int
 from kvio.scheduler.data import DE, PE, Rejection, Request, Route
 from kvio.scheduler.decode import choose_decode, choose_group
 from kvio.scheduler.fleet import Fleet
-from kvio.scheduler.paths import ReadChoice, policy
+from kvio.scheduler.paths import ReadChoice
+from kvio.scheduler.paths import policy as policy_of
 from kvio.scheduler.prefill import choose_prefill
 from kvio.scheduler.queues import Queue, Waiting
 from kvio.scheduler.reason import Reason
@@ -48,7 +49,7 @@ class Scheduler:
                  block_tokens: int = 1, recompute=None):
         self.alpha, self.beta = checked_int("alpha", alpha, 0), checked_int("beta", beta, 0)
         self.block_tokens = checked_int("block_tokens", block_tokens, 1)
-        self.policy, self.recompute = _policy(policy), recompute
+        self.policy, self.recompute = policy_of(policy), recompute
         if recompute is not None and not hasattr(recompute, "for_request"):
             raise InvalidArgument("recompute must be None or an object with a method for_request, "
                                   f"not {recompute!r}")
@@ -58,7 +59,7 @@ class Scheduler:
         self._prefill_queue = Queue()
         self._decode_queue = Queue()                # without a group yet
         self._complete = {}                         # request_id -> Waiting with both engines
-        self._rejected = []
+        self._routes, self._rejected = [], []       # that nobody has been told of
 
     # -- requests
 
@@ -242,8 +243,10 @@ class Scheduler:
         """Routes for the requests that can start now, in the order in which they came.
 
         A request that has got one engine keeps it and waits for the other; the scheduler counts
-        it as that engine's load. Requests that turn out to be too long for all decode engines
-        are taken out: see `rejections`.
+        it as that engine's load. Requests that turn out to be too long for all decode engines,
+        and those that the policy refuses, are taken out: see `rejections`. Should the policy fail
+        with anything but a `KvioError`, that comes out here, and what had been decided before
+        comes with the next fetch.
         """
         prefill, decode = self._observe(prefill_reports, decode_reports)
         queue, complete = self._prefill_queue, self._complete
@@ -259,7 +262,10 @@ class Scheduler:
                 groups.setdefault(engine.group, []).append(engine)
         for group, engines in groups.items():       # they do not see each other
             self._fetch_decode(group, engines)
-        return self._commit_all() if complete else []
+        if complete:
+            self._commit_all()
+        routes, self._routes = self._routes, []
+        return routes
 
     def _enter_groups(self):
         """Decode phase 1."""
@@ -290,13 +296,15 @@ class Scheduler:
         self._fleet.by_load.touch(group)
 
     def _commit_all(self):
-        routes = []
         for entry in sorted(self._complete.values(), key=_place):
             try:
-                routes.append(self._commit(entry))
+                self._routes.append(self._commit(entry))
             except KvioError as wrong:
                 self._reject(entry, wrong)
-        return routes
+            except Exception as wrong:              # of a policy: the other requests go on
+                self._reject(entry, InvalidArgument(
+                    f"request {entry.request.request_id}: the policy failed with {wrong!r}"))
+                raise
 
     def _commit(self, entry):
         """The read path is decided, and with it the route."""
@@ -337,9 +345,6 @@ class Scheduler:
         """The nodes that are neither's, those first whose storage NIC comes free first."""
         return (node.state for node in self._fleet.by_finish_time
                 if node is not pe.node and node is not de.node)
-
-
-_policy = policy                    # the argument of that name hides it
 
 
 def _held(request_id):

@@ -170,6 +170,19 @@ def test_a_policy_that_answers_nonsense_costs_the_request_and_no_other():
     assert made.num_waiting == 0
 
 
+def test_a_policy_that_fails_is_heard_and_nothing_is_lost():
+    def answer(num_tokens, pe, de, others):
+        return ReadChoice((_Part("pe", (0, 6 // (num_tokens - 3)), pe.node_id),), "mine")
+
+    made = Scheduler(50, 1000, policy=Policy(answer))
+    for number, hits in enumerate([4, 3, 5]):
+        made.submit(Request(number, 9, hits, 0))
+    with pytest.raises(ZeroDivisionError):
+        made.fetch([pe(0)], [de(0)])
+    assert [r.request_id for r in made.fetch([], [])] == [0, 2]
+    assert [r.request_id for r in made.rejections()] == [1] and made.num_waiting == 0
+
+
 def test_helpers_are_offered_in_the_order_in_which_they_come_free():
     seen = []
 

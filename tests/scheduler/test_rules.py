@@ -1,9 +1,11 @@
 """The paper's rules as tables of examples: each row names the sentence of DualPath §6 it is for."""
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
-from kvio.scheduler import (DE, PE, EngineReport, Request, RoundRobin, Scheduler, choose_path)
+from kvio.scheduler import (DE, PE, EngineReport, LoadOrRecompute, Reason, Request, RoundRobin,
+                            Scheduler, choose_path)
 
 ROOM = 10**6
 
@@ -130,6 +132,33 @@ def test_a_reading_queue_counts_what_was_decided_before():
 def test_basic_reads_at_the_prefill_side_whatever_the_queues_say():
     route, = given([100], hits=64, policy="pe", alpha=ROOM).fetch([pe(0, read=9999)], [de(0)])
     assert route.path == PE
+
+
+def test_a_rule_in_front_says_how_much_is_worth_loading():
+    class Rule:
+        def for_request(self, request, policy, pe, de, others, busy_s):
+            self.seen = policy, pe.node_id, de.node_id, [n.node_id for n in others], busy_s
+            return SimpleNamespace(num_tokens=self.tokens, reason=Reason("load {}", self.tokens))
+
+    rule = Rule()
+    for rule.tokens, path in (64, PE), (0, "none"):
+        made = given([100], hits=96, recompute=rule)
+        made.observe([], [de(1, group=1, tok=9)])
+        route, = made.fetch([pe(0, tok=200)], [de(0)])
+        assert (route.path, route.num_load_tokens) == (path, rule.tokens)
+        assert rule.seen == (made.policy, 0, 100, [101], 1.0)       # 200 of beta, 1000, in 5 s
+        assert str(route.reason).startswith(f"load {rule.tokens}; ")
+    rule.tokens = 97
+    made = given([100], hits=96, recompute=rule)
+    assert made.fetch([pe(0)], [de(0)]) == [] and "0 to 96" in str(made.rejections()[0].error)
+
+
+def test_the_rule_of_the_library_recomputes_what_a_busy_nic_would_bring_too_late():
+    rule = LoadOrRecompute(lambda cached, new: 0.0, linear_s_per_token=0.001, block_tokens=32)
+    loads = [given([100], hits=96, recompute=rule).fetch(
+        [pe(0, read=queue, snic_tokens_per_s=10_000)],
+        [de(0, read=queue, snic_tokens_per_s=10_000)])[0].num_load_tokens for queue in (0, 10_000)]
+    assert loads == [96, 0]                             # reading 96 takes 10 ms, or 1 s and 10 ms
 
 
 def test_any_policy_will_do():
