@@ -200,3 +200,9 @@ def test_helpers_are_offered_in_the_order_in_which_they_come_free():
     assert seen == [[(102, 150), (101, 90), (103, 0)], [(101, 90), (102, 50), (103, 0)],
                     [(101, 0), (102, 50), (103, 0)]]
     assert [r.path for r in routes] == ["any"] * 3
+    # The first took 100 tokens of 102, the others of 101: reports that count one of them.
+    made.observe([], [de(1, tok=999, lend_tokens=500, last_route=1, group=1),
+                      de(2, tok=999, lend_tokens=500, last_route=1, group=1)])
+    made.submit(Request(9, 101, 100, 0))
+    made.fetch([pe(0)], [de(0)])
+    assert sorted(seen[-1]) == [(101, 300), (102, 500), (103, 0)]
