@@ -214,19 +214,19 @@ class Cluster:
     async def _route(self, request):
         """Wait until the scheduler has a place for the request."""
         routed = asyncio.get_running_loop().create_future()
-        self._waiting[request.request_id] = request, routed
         blocks = self.layout.num_blocks(request.num_prompt_tokens + request.num_new_tokens)
         # HBM comes in whole blocks, so the scheduler is told whole blocks of tokens.
         self.scheduler.submit(Request(
             request.request_id, request.num_prompt_tokens, request.num_hit_tokens,
             blocks * self.layout.block_tokens - request.num_prompt_tokens))
+        self._waiting[request.request_id] = request, routed
         self.fetch()
         try:
             return await routed
         except asyncio.CancelledError:
             self.scheduler.cancel(request.request_id)
             self._waiting.pop(request.request_id, None)
-            if routed.done() and not routed.cancelled():
+            if routed.done() and not routed.cancelled() and not routed.exception():
                 routed.result().leave_all()
             raise
 
@@ -240,11 +240,15 @@ class Cluster:
             if routed.cancelled():                  # and its task has not heard of it yet
                 left = True
                 continue
-            request.parts, request.reason = route.parts, route.reason
+            request.parts, request.reason = route.parts, str(route.reason)
             request.num_hit_tokens = route.num_load_tokens
             nodes = self._nodes(route)
             routed.set_result(Serving(request, route, nodes, self._mover(nodes, request),
                                       self.fetch))
+        for request_id, error in self.scheduler.rejections():
+            routed = self._waiting.pop(request_id)[1]
+            if not routed.done():
+                routed.set_exception(error)
         if left:
             self.fetch()                            # its place is somebody else's
 
@@ -276,16 +280,15 @@ class Cluster:
         return self.config.snic_bytes_per_s / sum(self.layout.layer_bytes_per_token) or 1.0
 
     def _reports(self):
-        """What the engines say of themselves, and what was promised to them already."""
-        pending = self.scheduler.pending_load()
+        """What the engines say of themselves."""
         prefill, decode = [], []
         for node, engine in enumerate(self.engines):
-            side = PE if node < len(self.prefill) else DE
-            count, tokens = pending.get((side, engine.engine_id), (0, 0))
             queue = engine.read_queue_tokens if engine.ring is not None else 0
-            free = 0 if side == PE else max(0, engine.free_hbm_tokens - tokens)
-            (prefill if side == PE else decode).append(EngineReport(
-                engine.engine_id, node, engine.num_requests + count, engine.num_tokens + tokens,
-                queue, free, snic_tokens_per_s=self._snic_tokens_per_s,
+            decodes = node >= len(self.prefill)
+            (decode if decodes else prefill).append(EngineReport(
+                engine.engine_id, node, engine.num_requests, engine.num_tokens, queue,
+                engine.free_hbm_tokens if decodes else 0,
+                hbm_tokens=engine.num_hbm_tokens if decodes else None,
+                snic_tokens_per_s=self._snic_tokens_per_s,
                 lend_tokens=engine.lend_tokens if engine.ring is not None else 0))
         return prefill, decode
