@@ -25,6 +25,7 @@ AGENTS, TURNS, APPEND, GENERATED = 48_000, 157, 429, 176
 REQUESTS_PER_S = AGENTS * TURNS / 3201
 FIRST_CONTEXT, GROWTH = 9_484, 296.2    # a mean context of 32.7k at a total of 56k: linear
 SNIC_TOKENS_PER_S = 50e9 / 40_016       # 400 Gb/s, DeepSeek-V3.2
+LENT_TOKENS = 500_000                  # 20 GB of a node's DRAM buffer
 DECODE_S, HBM_TOKENS, BLOCK_TOKENS = GENERATED * 0.036, 1_500_000, 64
 FETCH_S, DELIVERY_S = 0.050, 0.010
 LIMITS = {"cpu_share": 0.2, "peak_rss_bytes": 500e6, "us_per_request": 20, "fetch_ms": 1}
@@ -130,11 +131,12 @@ class Replay:
         if decode:
             reports = [EngineReport(
                 e.engine_id, group_id, e.num_requests, e.num_tokens, queue,
-                HBM_TOKENS - e.num_tokens, group_id, last_route, hbm_tokens=HBM_TOKENS)
-                for e in group]
+                HBM_TOKENS - e.num_tokens, group_id, last_route,
+                lend_tokens=LENT_TOKENS, hbm_tokens=HBM_TOKENS) for e in group]
         else:
             reports = [EngineReport(e.engine_id, group_id, e.num_requests, e.num_tokens, queue,
-                                    0, group_id, last_route) for e in group]
+                                    0, group_id, last_route, lend_tokens=LENT_TOKENS)
+                       for e in group]
         reported = time.thread_time()
         routes = self.scheduler.fetch(*(((), reports) if decode else (reports, ())))
         ended = time.thread_time()
