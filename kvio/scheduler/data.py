@@ -104,9 +104,12 @@ class EngineReport:
             _make_ints(self, "engine_id", "node_id", "num_requests", "num_tokens",
                        "read_queue_tokens", "free_hbm_tokens", "group_id", "lend_tokens",
                        "incarnation")
-        for name, value in (("last_route", self.last_route), ("hbm_tokens", self.hbm_tokens)):
-            if value is not None and (type(value) is not int or value < 0):
-                _make_ints(self, name)
+        if self.last_route is not None and not (type(self.last_route) is int
+                                                and self.last_route >= 0):
+            _make_ints(self, "last_route")
+        if self.hbm_tokens is not None and not (type(self.hbm_tokens) is int
+                                                and self.hbm_tokens >= 0):
+            _make_ints(self, "hbm_tokens")
         if not (type(self.snic_tokens_per_s) is type(self.lend_tokens_per_s) is float
                 and 0 <= self.snic_tokens_per_s < math.inf and self.lend_tokens_per_s >= 0):
             self._make_rates()
