@@ -3,15 +3,17 @@ import asyncio
 
 import numpy as np
 
-from kvio.engine.decode import DecodeEngine
+from kvio.engine.decode import DecodeEngine, drained
 from kvio.engine.prefill import Prefill
-from kvio.errors import TransferError
-from kvio.loader import (COMPUTE, RELEASE, STORAGE_READ, Binding, Mover, persist_plan, read_plan,
-                         run_plan)
-from kvio.loader.plan import DE_BUFFER, DE_HBM
+from kvio.errors import Busy, Closed, TransferError
+from kvio.loader import (NIC_WRITE, RELEASE, Binding, Mover, insert_steps, load_steps,
+                         persist_plan, run_plan)
+from kvio.loader.plan import DE_BUFFER, DE_HBM, side_of
 from kvio.scheduler import DE, PE
 
 __all__ = ["Attempt"]
+
+FENCE_S = 0.0005            # between two looks at a queue pair that has failed
 
 
 class Attempt:
@@ -24,7 +26,7 @@ class Attempt:
 
     def __init__(self, request, parts, push, nodes: dict, mover: Mover):
         self.request, self.parts, self.push = request, parts, push
-        self.nodes, self.mover, self._on_prefilled = nodes, mover, None
+        self.nodes, self.mover = nodes, mover
         self.pe, self.de = nodes[PE], nodes[DE]
         self.layout = self.pe.layout
         self.hbm_ids, self.writing = None, []
@@ -32,67 +34,90 @@ class Attempt:
         self._queued = {part.side: part.num_tokens for part in parts}
         for side, num_tokens in self._queued.items():
             nodes[side].waiting_read_tokens += num_tokens
+        self._wanted = self._blocks()               # side -> blocks that are not held yet
+        for side, blocks in self._wanted.items():
+            nodes[side].wanted_blocks += len(blocks)
+
+    def _blocks(self) -> dict:
+        """Blocks of the request that each side's buffer has to hold, as ranges."""
+        size, found = self.layout.block_tokens, {}
+        for part in self.parts:
+            if part.side != DE:
+                found[part.side] = range(part.tokens[0] // size, part.tokens[1] // size)
+        found[DE] = range(self.layout.num_blocks(self.request.num_prompt_tokens))
+        return found
 
     async def run(self, on_prefilled) -> None:
         """`on_prefilled()` is called when the PE is done with the request."""
-        self._on_prefilled = on_prefilled
-        request, layout = self.request, self.layout
-        hits = request.num_hit_tokens
-        plan = read_plan(layout, self.parts, hits, request.num_prompt_tokens - hits,
-                         self.pe.depth, push=self.push)
+        request = self.request
         binding = Binding(request.keys)
-        stay = Prefill(self.pe, request, binding)
+        prefill = Prefill(self.pe, request, self.parts, self.push, binding, self._move,
+                          self._release_buffer)
         try:
             await self._take_buffers(binding)
-            await run_plan(plan.steps, lambda step: self._perform(step, stay, binding))
+            await run_plan(load_steps(self.parts), lambda step: self._load(step, binding))
+            await prefill.run()
+            on_prefilled()
+            self._take_hbm(binding)
+            await run_plan(insert_steps(self.layout, request.num_prompt_tokens),
+                           lambda step: self._insert(step, binding))
         finally:
-            self._on_prefilled = None               # no cycle that keeps HBM alive
-            stay.close()
             self.leave_read_queues()
             for place in list(self._held):
                 self._release_buffer(place)
 
     async def _take_buffers(self, binding):
-        """All buffers in one order for everybody (that of the nodes, prefill nodes first), so
-        that nobody waits for what a later one holds."""
-        layout, wanted = self.layout, []
-        for part in self.parts:
-            if part.side != DE:
-                wanted.append((part.side, part.tokens[0] // layout.block_tokens,
-                               part.tokens[1] // layout.block_tokens))
-        wanted.append((DE, 0, layout.num_blocks(self.request.num_prompt_tokens)))
-        for side, first, stop in sorted(wanted, key=lambda w: self.nodes[w[0]].node_id):
-            node, place = self.nodes[side], f"{side}_buffer"
-            self._held[place] = ids = await node.buffer.acquire(stop - first)
-            # Block i of the request is block ids[i] of the place; before `first` there is none.
+        """All buffers in one order for everybody (that of the nodes), so that nobody waits for
+        what a later one holds."""
+        for side in sorted(self._wanted, key=lambda side: self.nodes[side].node_id):
+            node, place, blocks = self.nodes[side], f"{side}_buffer", self._wanted[side]
+            ids = await node.buffer.acquire(len(blocks))
+            self._held[place] = ids
+            self._want_no_more(side)
+            # Block i of the request is block ids[i] of the place; before the part there is none.
             binding.places[place] = node.buffer_place(np.concatenate(
-                [np.full(first, -1, np.int64), ids]))
+                [np.full(blocks.start, -1, np.int64), ids]))
 
-    async def _perform(self, step, stay, binding):
-        await stay.before(step)
-        if step.kind == COMPUTE:
-            await stay.compute(step)
-        elif step.kind == RELEASE:
-            self._release(step, stay, binding)
-        else:
-            if step.kind == STORAGE_READ:
-                self._leave_read_queue(step.side)   # from now on the ring counts it
-            elif step.target == DE_HBM and self.hbm_ids is None:
-                blocks = self.layout.num_blocks(self.request.num_prompt_tokens
-                                                + self.request.num_new_tokens)
-                self.hbm_ids = self.de.hbm.alloc(blocks)        # promised, so it is there
-                binding.places[DE_HBM] = self.de.hbm_place(self.hbm_ids)
+    def _want_no_more(self, side):
+        blocks = self._wanted.pop(side, range(0))
+        self.nodes[side].wanted_blocks -= len(blocks)
+
+    async def _load(self, step, binding):
+        self._leave_read_queue(step.side)           # from now on the ring counts it
+        await self._move(step, binding)
+
+    async def _move(self, step, binding):
+        """A move that has failed is over only when no late byte of it can land."""
+        try:
             await self.mover.perform(step, binding)
-            stay.after(step)
+        except TransferError:
+            if step.kind == NIC_WRITE:
+                await drained([asyncio.ensure_future(self._fence(step))])
+            raise
 
-    def _release(self, step, stay, binding):
-        if step.source == DE_BUFFER:
+    async def _fence(self, step):
+        """Packets of a WRITE that has failed may still be on their way, but not past a queue pair
+        that was reset, or has gone: until then nobody gets the memory that they are for."""
+        peer = self.mover.peers.get((step.side, side_of(step.target)))
+        while peer is not None:
+            try:
+                return peer.reset()
+            except Busy:                            # others' transfers on it have still to flush
+                await asyncio.sleep(FENCE_S)
+            except (Closed, OSError):
+                return
+
+    def _take_hbm(self, binding):
+        blocks = self.layout.num_blocks(self.request.num_prompt_tokens
+                                        + self.request.num_new_tokens)
+        self.hbm_ids = self.de.hbm.alloc(blocks)    # promised, so it is there
+        binding.places[DE_HBM] = self.de.hbm_place(self.hbm_ids)
+
+    async def _insert(self, step, binding):
+        if step.kind == RELEASE:
             self._persist_prompt(binding)
-        elif step.source in self._held:
-            self._release_buffer(step.source)
         else:
-            stay.release(step)
-            self._on_prefilled()
+            await self._move(step, binding)
 
     def _persist_prompt(self, binding):
         """The prompt's new full blocks go from the DE buffer to the store; the others are free."""
@@ -106,15 +131,17 @@ class Attempt:
             self.de.buffer.release(rest)
 
     def _release_buffer(self, place):
-        self.nodes[place.split("_")[0]].buffer.release(self._held.pop(place))
+        self.nodes[side_of(place)].buffer.release(self._held.pop(place))
 
     def _leave_read_queue(self, side):
         self.nodes[side].waiting_read_tokens -= self._queued.pop(side, 0)
 
     def leave_read_queues(self) -> None:
-        """Nobody waits for these reads any more; idempotent."""
+        """Nobody waits for these reads, nor for the buffers, any more; idempotent."""
         for side in list(self._queued):
             self._leave_read_queue(side)
+        for side in list(self._wanted):
+            self._want_no_more(side)
 
     def free_hbm(self) -> None:
         """Give the DE's HBM back; idempotent."""
@@ -129,7 +156,7 @@ async def persist_prompt_block(engine: DecodeEngine, mover: Mover, block: int, i
         steps = persist_plan(engine.layout, block, from_hbm=False)
         await run_plan(steps, lambda step: mover.perform(step, binding))
         engine.num_persisted_blocks += 1
-    except TransferError:
+    except (Closed, TransferError):
         engine.num_persist_failures += 1            # it costs reuse, not the request
         mover.recover()
     finally:

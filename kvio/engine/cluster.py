@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvio.engine.collectives import CollectiveSetting, Collectives
 from kvio.engine.decode import DecodeEngine, drained
+from kvio.engine.oracle import CopyMover, MemoryStore
 from kvio.engine.prefill import PrefillEngine
 from kvio.engine.request import MENDED, EngineRequest, usable_hits
 from kvio.engine.rerouting import PatientRing, Recovery
@@ -18,12 +19,14 @@ from kvio.errors import Busy, Closed, EngineLost, InvalidArgument
 from kvio.layout import BlockLayout, block_keys, root_key, token_array
 from kvio.loader import Mover
 from kvio.scheduler import DE, PE, EngineReport, Request, Scheduler
+from kvio.scheduler.paths import Push
 from kvio.storage import BlockStore
 from kvio.transfer import KV, Fabric, Nic, TrafficClass
 
 __all__ = ["Cluster", "ClusterConfig", "MODES"]
 
-MODES = ("none", "basic", "dualpath")
+MODES = ("none", "basic", "dualpath", "oracle")
+_POLICIES = {"none": "pe", "basic": "pe", "dualpath": "shorter_queue", "oracle": "pe"}
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,15 @@ class ClusterConfig:
 
     nic: what every engine's compute NIC is opened on, "soft" or "verbs:HCA" (all of them on one
     HCA, then); only soft NICs can be paced. kv_class: the traffic class of all KV. collectives:
-    what the decode engines exchange in each step beside it, None for nothing. max_attempts and
-    read_timeout_s: what is put up with, see `rerouting.Recovery`.
+    what the decode engines exchange in each step beside it, None for nothing. persist_class: the
+    traffic class of decode's copies from HBM to DRAM, None for kv_class.
+
+    policy: who reads, a name or an object of `kvio.scheduler.paths`; None: by the mode. One that
+    pushes says so (`pushes = True`, as `Push` does): PE HBM is open to others' writes then alone.
+    quota_s: predicted attention time of a prefill batch at most; None: a whole request a batch.
+    attention_time(cached, new): that prediction in seconds, None for the compute's own.
+    batch_tokens: what a batch may hold in PE HBM, hits included, None for max_tokens.
+    max_attempts, read_timeout_s: what is put up with, see `rerouting.Recovery`.
     """
 
     layout: BlockLayout
@@ -51,6 +61,11 @@ class ClusterConfig:
     nic: str = "soft"
     kv_class: TrafficClass = KV
     collectives: CollectiveSetting | None = None
+    persist_class: TrafficClass | None = None
+    policy: object = None
+    quota_s: float | None = None
+    attention_time: object = None
+    batch_tokens: int | None = None
     max_attempts: int = 3
     read_timeout_s: float | None = None
 
@@ -74,21 +89,28 @@ class Cluster:
     cancels the tasks whose requests are still being served, and waits until these have ended.
 
     `store` is None in mode "none" (nothing is reused or stored); "basic" reads on the prefill
-    side only; "dualpath" on the side with the shorter reading queue. `make_compute()` gives each
-    engine its arithmetic. `fabric` is the network of soft NICs, the cluster's own by default.
+    side only; "dualpath" on the side with the shorter reading queue. "oracle" is what no machine
+    can be: hits are copied from a `MemoryStore` in no time (its own one if `store` is None), and
+    only computing takes any. `make_compute()` gives each engine its arithmetic. `fabric` is the
+    network of soft NICs, the cluster's own by default.
     """
 
     def __init__(self, config: ClusterConfig, mode: str, store: BlockStore | None, make_compute,
                  fabric: Fabric | None = None):
         if mode not in MODES:
             raise InvalidArgument(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+        if mode == "oracle" and store is None:
+            store = MemoryStore(config.layout)
         if (store is None) != (mode == "none"):
             raise InvalidArgument("mode 'none' goes without a store, the others need one")
+        if (mode == "oracle") != isinstance(store, MemoryStore):
+            raise InvalidArgument("mode 'oracle' goes with a MemoryStore, and no other mode does: "
+                                  f"not {mode!r} with {store!r}")
         self.config, self.mode, self.store = config, mode, store
         self.layout, self._make_compute = config.layout, make_compute
-        self.scheduler = Scheduler(config.alpha, config.beta,
-                                   "shorter_queue" if mode == "dualpath" else "pe",
-                                   self.layout.block_tokens)
+        self.scheduler = Scheduler(
+            config.alpha, config.beta, _POLICIES[mode] if config.policy is None else config.policy,
+            self.layout.block_tokens)
         self.prefill, self.decode, self._peers = [], [], {}
         self._waiting, self._ids = {}, 0            # request_id -> (request, future)
         self._serving, self._closed = {}, False     # task -> future: until `generate` has ended
@@ -109,11 +131,14 @@ class Cluster:
         return self
 
     def _open(self, stack):
-        config = self.config
+        config, policy = self.config, self.scheduler.policy
+        pushed = getattr(policy, "pushes", isinstance(policy, Push))
         for i in range(config.num_prefill):
             self.prefill.append(PrefillEngine(
                 i, i, f"pe{i}", self.layout, **self._parts(f"pe{i}", stack),
-                max_tokens=config.max_tokens, depth=config.depth))
+                max_tokens=config.max_tokens, depth=config.depth, quota_s=config.quota_s,
+                attention_time=config.attention_time, batch_tokens=config.batch_tokens,
+                pushed=pushed))
         for i in range(config.num_decode):
             self.decode.append(DecodeEngine(
                 i, config.num_prefill + i, f"de{i}", self.layout, **self._parts(f"de{i}", stack),
@@ -136,9 +161,13 @@ class Cluster:
 
     def _connect(self):
         """Every NIC with every other, once each way: any node may lend its NIC, or push."""
-        classes = [self.config.kv_class]
+        persist = self.config.persist_class
+        classes = [self.config.kv_class, *([] if persist in (None, self.config.kv_class)
+                                           else [persist])]
         self._peers = {(a.name, b.name): a.nic.connect(b.name, classes=classes)
                        for a in self.engines for b in self.engines}
+        self._max_sge = min(qp["max_sge"] for peer in self._peers.values()
+                            for qp in peer.query().values())
         if self.config.collectives is not None:
             self.collectives = Collectives(self.config.collectives, self.decode)
             for i, engine in enumerate(self.decode):
@@ -174,7 +203,8 @@ class Cluster:
             return
         side = PE if engine in self.prefill else DE
         self.lost[name] = f"engine {name} has died"
-        engine.nic.fail()
+        engine.nic.fail()                           # nothing is in flight on its queue pairs now
+        _closed(self._ends_of(engine))
         if side == DE:
             engine.die()
             if self.collectives is not None:
@@ -189,9 +219,11 @@ class Cluster:
         """Its ring and NIC end once no device works for them any more."""
         if engine.ring is not None:
             await _close_ring(engine.ring)
-        ends = [peer for names, peer in self._peers.items() if engine.name in names]
-        while not _closed([*ends, engine.nic]):
+        while not _closed([*self._ends_of(engine), engine.nic]):
             await asyncio.sleep(0.001)
+
+    def _ends_of(self, engine):
+        return [peer for names, peer in self._peers.items() if engine.name in names]
 
     def _requeue(self):
         """Requests that wait for a route may have been promised the dead engine."""
@@ -330,14 +362,22 @@ class Cluster:
         return nodes
 
     def _mover(self, nodes):
+        rings = {side: self._ring(node) for side, node in nodes.items()}
+        if self.mode == "oracle":
+            return CopyMover(self.layout, rings)
         peers = {(a, b): self._peers[nodes[a].name, nodes[b].name] for a in nodes for b in nodes}
-        return Mover(self.layout, {side: self._ring(node) for side, node in nodes.items()}, peers,
-                     self.config.kv_class)
+        return Mover(self.layout, rings, peers, self.config.kv_class,
+                     persist_class=self.config.persist_class, max_sge=self._max_sge)
+
+    @property
+    def _snic_tokens_per_s(self):
+        """All nodes have the same storage NIC: one that is not paced counts as 1."""
+        return self.config.snic_bytes_per_s / sum(self.layout.layer_bytes_per_token) or 1.0
 
     def _ring(self, node):
         """The node's ring as a request uses it: it does not wait for ever, unless it is to."""
         timeout_s = self.config.read_timeout_s
-        if node.ring is None or timeout_s is None:
+        if node.ring is None or timeout_s is None or self.mode == "oracle":
             return node.ring
         return PatientRing(node.name, node.ring, timeout_s, self._strays, node.buffer.regrant)
 
@@ -354,7 +394,8 @@ class Cluster:
             free = 0 if side == PE else max(0, engine.free_hbm_tokens - tokens)
             (prefill if side == PE else decode).append(EngineReport(
                 engine.engine_id, node, engine.num_requests + count, engine.num_tokens + tokens,
-                queue, free))
+                queue, free, snic_tokens_per_s=self._snic_tokens_per_s,
+                lend_tokens=engine.lend_tokens if engine.ring is not None else 0))
         return prefill, decode
 
 

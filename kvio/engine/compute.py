@@ -122,7 +122,8 @@ class _TimedPrefill:
 
 @dataclass
 class TimedCompute:
-    """Sleeps `prefill_s_per_token` a new token (over all layers) and `decode_s` a decode step.
+    """Sleeps `prefill_s_per_token` a new token and `attention_time(cached, new)` seconds a chunk
+    (None: nothing), both over all layers, and `decode_s` a decode step.
 
     Work of one engine is queued on one virtual stream: a layer starts when the one before has
     ended or when its data are there, whichever is later; late wake-ups do not add up.
@@ -133,6 +134,7 @@ class TimedCompute:
     prefill_s_per_token: float
     decode_s: float
     vocabulary: int = 32000
+    attention_time: object = None       # an AttentionModel, or any function of its kind
     num_kv_errors: int = 0
     busy_s: float = 0.0
     _free_s: float = field(default=0.0, repr=False)
@@ -182,8 +184,10 @@ class TimedCompute:
         new = len(state.tokens) - hits
         self.write_records(slot[hits:hits + new], state.tokens[hits:], hits, layer)
         state.digest ^= self._check(slot[:hits + new], state.tokens, layer)
-        return await self._stream(new * self.prefill_s_per_token / self.layout.num_layers,
-                                  ready_s)
+        seconds = new * self.prefill_s_per_token
+        if self.attention_time is not None:
+            seconds += self.attention_time(hits, new)
+        return await self._stream(seconds / self.layout.num_layers, ready_s)
 
     def _token(self, *seed):
         value = 0x243F6A8885A308D3

@@ -81,6 +81,7 @@ class Node:
         self.buffer = Buffer(BlockPool(layout, buffer_blocks, poison=True))
         self.buffer_key = nic.register(self.buffer.pool, access).key
         self.waiting_read_tokens = 0
+        self.wanted_blocks = 0          # of the buffer, by requests that wait for them
 
     @property
     def read_queue_tokens(self) -> int:
@@ -90,3 +91,9 @@ class Node:
     def buffer_place(self, ids: np.ndarray) -> Place:
         """The node's buffer as a place of a plan."""
         return Place(self.buffer.pool.side(self.buffer_key), ids, self.buffer.pool)
+
+    @property
+    def lend_tokens(self) -> int:
+        """What the buffer has for other nodes' requests: free, and no request waits for it."""
+        free = self.buffer.pool.num_free - self.wanted_blocks
+        return max(0, free) * self.layout.block_tokens

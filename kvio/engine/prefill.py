@@ -1,4 +1,4 @@
-"""The prefill engine: layerwise, so that only a few layers of a request lie in its HBM.
+"""The prefill engine: layerwise, so that only a few layers of a batch lie in its HBM.
 
 "HBM" is host memory here, registered with the engine's own NIC as GPU memory would be; all KV
 goes in and out through that NIC.
@@ -7,120 +7,216 @@ import asyncio
 
 import numpy as np
 
+from kvio.engine.batches import Batches
 from kvio.engine.clock import now_s
+from kvio.engine.decode import drained
 from kvio.engine.node import Node
+from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout, Side
-from kvio.loader import COMPUTE, RELEASE
+from kvio.loader import COMPUTE, RELEASE, Binding, chunk_steps, run_plan
 from kvio.loader.mover import Place
-from kvio.loader.plan import PE_HBM
+from kvio.loader.plan import DE_BUFFER, PE_HBM
 from kvio.memory import POISON, Region
 from kvio.pages import anonymous
 from kvio.transfer import Access
 
-__all__ = ["PrefillEngine", "Workspace"]
+__all__ = ["Prefill", "PrefillEngine", "Workspace"]
 
 
 class Workspace:
-    """The HBM of one prefill: `depth` slots, each one layer of a request of `max_tokens`."""
+    """The HBM of one batch: `depth` slots, each one layer of `max_tokens` tokens, which the chunks
+    of the batch take from the beginning on and give back together."""
 
-    def __init__(self, layout: BlockLayout, max_tokens: int, depth: int, nic):
+    def __init__(self, layout: BlockLayout, max_tokens: int, depth: int, nic, access: Access):
         self.layout, self.depth = layout, depth
-        per_token = max(layout.layer_bytes_per_token)
-        self.slot_nbytes = layout.num_blocks(max_tokens) * layout.block_tokens * per_token
-        self.max_tokens = max_tokens
+        self.num_blocks = layout.num_blocks(max_tokens)
+        self.slot_nbytes = self.num_blocks * layout.block_tokens * max(layout.layer_bytes_per_token)
         self.region = Region(anonymous(depth * self.slot_nbytes))
-        self.key = nic.register(self.region, Access.LOCAL_WRITE).key
+        self.key = nic.register(self.region, access).key
+        self.num_taken = self.most_taken = 0
 
-    def place(self) -> Place:
-        """Blocks one after the other; the slot depends on the layer alone."""
+    def take(self, num_blocks: int) -> int | None:
+        """The first of that many blocks, one after the other; None if there are too few."""
+        first = self.num_taken
+        if first + num_blocks > self.num_blocks:
+            return None
+        self.num_taken += num_blocks
+        self.most_taken = max(self.most_taken, self.num_taken)
+        return first
+
+    def clear(self) -> None:
+        """The batch is over: nothing touches its blocks any more."""
+        self.num_taken = 0
+
+    def place(self, first: int) -> Place:
+        """Blocks from `first` on, one after the other; the slot depends on the layer alone."""
         layout = self.layout
-        offsets = tuple(layer % self.depth * self.slot_nbytes
-                        for layer in range(layout.num_layers))
+        offsets = tuple(self._start(layer, first) for layer in range(layout.num_layers))
         return Place(Side(self.region.addr, layout.layer_block_nbytes(0), offsets, self.key))
 
-    def slot(self, layer: int, num_tokens: int) -> np.ndarray:
+    def slot(self, layer: int, first: int, num_tokens: int) -> np.ndarray:
         """A view: uint8 [num_tokens, bytes_per_token]."""
-        start = layer % self.depth * self.slot_nbytes
-        width = self.layout.layer_bytes_per_token[layer]
+        start, width = self._start(layer, first), self.layout.layer_bytes_per_token[layer]
         return self.region.array[start:start + num_tokens * width].reshape(num_tokens, width)
 
-    def poison(self, layer: int, num_tokens: int) -> None:
-        """Make stale KV unusable before new bytes come in."""
-        self.slot(layer, num_tokens)[:] = POISON
+    def _start(self, layer, first):
+        return layer % self.depth * self.slot_nbytes + first * self.layout.layer_block_nbytes(layer)
 
 
 class PrefillEngine(Node):
-    """One GPU's worth of prefill. Requests compute one after the other, in the order in which
-    their data are there; the next one's first layers are fetched meanwhile."""
+    """One GPU's worth of prefill: `batches` says who computes when.
+
+    PE HBM is `num_workspaces` batches of `batch_tokens` each (hits and earlier chunks included;
+    None: `max_tokens`, the longest request), `depth` layers of them. `quota_s`, `attention_time`:
+    as in `Batches`. `pushed`: others write into this HBM.
+    """
 
     def __init__(self, engine_id, node_id, name, layout, ring, nic, *, compute, buffer_blocks,
-                 max_tokens, depth=2, num_workspaces=2):
+                 max_tokens, depth=2, num_workspaces=2, batch_tokens=None, quota_s=None,
+                 attention_time=None, pushed=False):
         super().__init__(node_id, name, layout, ring, nic, buffer_blocks, Access.REMOTE_READ)
         self.engine_id, self.compute, self.depth = engine_id, compute, depth
-        self._workspaces = asyncio.Queue()
-        for _ in range(num_workspaces):
-            self._workspaces.put_nowait(Workspace(layout, max_tokens, depth, nic))
-        self._gpu = asyncio.Lock()
+        batch_tokens = max_tokens if batch_tokens is None else batch_tokens
+        attention_time = attention_time or getattr(compute, "attention_time", None)
+        if batch_tokens < max_tokens:
+            raise InvalidArgument(f"batch_tokens {batch_tokens} would not hold a request of "
+                                  f"max_tokens {max_tokens}: raise it")
+        if quota_s is not None and attention_time is None:
+            raise InvalidArgument("a compute quota needs attention_time(cached, new), in seconds: "
+                                  "fit one from measurements")
+        access = Access.LOCAL_WRITE | (Access.REMOTE_WRITE if pushed else Access(0))
+        self.workspaces = [Workspace(layout, batch_tokens, depth, nic, access)
+                           for _ in range(num_workspaces)]
+        self.batches = Batches(layout, self.workspaces, quota_s, attention_time)
         self.num_requests = self.num_tokens = 0     # assigned and not yet prefilled
+
+    @property
+    def batch_attention_s(self) -> list:
+        """The attention time of each batch so far, in order."""
+        return [record.attention_s for record in self.batches.records]
 
 
 class Prefill:
-    """One request's stay in a prefill engine. `close()` gives back whatever it still holds."""
+    """One request's stay in a prefill engine, a job of its `batches`: `await run()` once its parts
+    lie in the buffers. `move(step, binding)` carries out a NIC step, `release(place)` gives a
+    buffer back. Afterwards all its tokens' KV is in the DE buffer and the first token is there;
+    whatever happens, nothing of it touches PE HBM any more."""
 
-    def __init__(self, engine: PrefillEngine, request, binding):
+    def __init__(self, engine: PrefillEngine, request, parts, push, binding, move, release):
         self.engine, self.request, self.binding = engine, request, binding
-        self.state = self.workspace = None
-        self._has_gpu, self._entering = False, asyncio.Lock()
-        self._ready = {}                            # layer -> when its last input was there
+        self.parts, self.push, self._move, self._release = parts, push, move, release
+        self.request_id, self.num_tokens = request.request_id, request.num_prompt_tokens
+        self.num_cached_tokens = request.num_hit_tokens
+        self.chunks, self._tasks, self._ended = [], [], None
 
-    async def before(self, step) -> None:
-        """HBM is taken when the first step needs it, not while storage is being read."""
-        if PE_HBM not in (step.source, step.target) or step.kind == RELEASE:
+    async def run(self) -> None:
+        """Until the last chunk is computed and sent; the first error of any chunk."""
+        batches = self.engine.batches
+        self._ended = asyncio.get_running_loop().create_future()
+        try:
+            batches.join(self)
+            await self._ended
+        finally:
+            batches.leave(self)
+            for chunk, task in zip(self.chunks, self._tasks, strict=True):
+                if not task.done():
+                    batches.give_up(chunk, asyncio.CancelledError())
+                    task.cancel()
+            await drained(self._tasks)
+            self.chunks.clear()                     # no cycle that keeps HBM alive
+            self._tasks.clear()
+
+    def begin(self, chunk) -> None:
+        """Called by `batches`: the chunk has its HBM."""
+        self.chunks.append(chunk)
+        task = asyncio.ensure_future(_Stay(self, chunk).run())
+        self._tasks.append(task)
+        task.add_done_callback(lambda task: self._over(task, chunk))
+
+    def _over(self, task, chunk):
+        failure = None if task.cancelled() else task.exception()
+        if self._ended.done():
             return
-        async with self._entering:
-            if self.workspace is None:
-                self.workspace = await self.engine._workspaces.get()
-                self.binding.places[PE_HBM] = self.workspace.place()
-        first_use = step.target == PE_HBM and (step.kind != COMPUTE or not
-                                               self.request.num_hit_tokens)
-        if first_use:
-            self.workspace.poison(step.layer, self.request.num_prompt_tokens)
+        if task.cancelled():
+            self._ended.cancel()
+        elif failure is not None:
+            self._ended.set_exception(failure)
+        elif chunk.last:
+            self._ended.set_result(None)
 
-    def after(self, step) -> None:
-        """Remember when the inputs of a layer were there."""
-        if step.target == PE_HBM and step.kind != COMPUTE:
+
+class _Stay:
+    """A chunk in PE HBM."""
+
+    def __init__(self, job: Prefill, chunk):
+        self.job, self.chunk, self.engine = job, chunk, job.engine
+        self.workspace = chunk.batch.workspace
+        self.binding = Binding(job.binding.keys, {
+            **job.binding.places, PE_HBM: self.workspace.place(chunk.first_block)})
+        self._state, self._computed_s = None, chunk.made_s
+        self._ready, self._clean = {}, set()        # layer -> when its last input was there
+
+    async def run(self):
+        job, batches = self.job, self.engine.batches
+        steps = chunk_steps(self.engine.layout, job.parts, job.request.num_hit_tokens,
+                            self.chunk.tokens, self.engine.depth, push=job.push,
+                            last=self.chunk.last)
+        try:
+            await run_plan(steps, self._perform)
+        except BaseException as failed:
+            batches.give_up(self.chunk, failed)     # also if it never began a step
+            raise
+        finally:
+            batches.finish(self.chunk)
+
+    async def _perform(self, step):
+        try:
+            if step.kind == COMPUTE:
+                await self._compute(step.layer)
+            elif step.kind == RELEASE:
+                if step.source != PE_HBM:
+                    self.job._release(step.source)
+            else:
+                await self._step(step)
+        except BaseException as failed:
+            self.engine.batches.give_up(self.chunk, failed)     # those in its way need not wait
+            raise
+
+    async def _step(self, step):
+        computed_before = step.source == DE_BUFFER and \
+            step.tokens[0] >= self.job.request.num_hit_tokens
+        if computed_before:
+            await self.chunk.previous.sent[step.layer]
+        if step.target == PE_HBM:
+            self._clear(step.layer)
+        await self.job._move(step, self.binding)
+        if step.target == PE_HBM:
             self._ready[step.layer] = max(self._ready.get(step.layer, 0.0), now_s())
+        elif not self.chunk.gone:
+            self.chunk.sent[step.layer].set_result(None)
 
-    async def compute(self, step) -> None:
-        """One layer; after the last one the first token is there."""
-        request, layer, compute = self.request, step.layer, self.engine.compute
-        if layer == 0:
-            await self.engine._gpu.acquire()
-            self._has_gpu = True
-            self.state = compute.begin_prefill(request.prompt, request.num_hit_tokens)
-            self._computed_s = self._ready.get(0, now_s())
-        slot = self.workspace.slot(layer, request.num_prompt_tokens)
-        ready = max(self._computed_s, self._ready.get(layer, 0.0))
-        self._computed_s = await compute.prefill_layer(self.state, layer, slot, ready)
-        if layer == self.engine.layout.num_layers - 1:
-            token, margin = await compute.first_token(self.state)
-            request.add_token(token, margin)
-            self._release_gpu()
+    def _clear(self, layer):
+        """Stale KV is made unusable before the first new bytes of a layer come in."""
+        if layer not in self._clean:
+            self._clean.add(layer)
+            self._slot(layer)[:] = POISON
 
-    def release(self, step) -> None:
-        """A RELEASE step of PE HBM: the plan is done with it."""
-        self._release_workspace()
+    def _slot(self, layer):
+        return self.workspace.slot(layer, self.chunk.first_block, self.chunk.tokens[1])
 
-    def _release_gpu(self):
-        if self._has_gpu:
-            self._has_gpu = False
-            self.engine._gpu.release()
-
-    def _release_workspace(self):
-        if self.workspace is not None:
-            self.engine._workspaces.put_nowait(self.workspace)
-            self.workspace = None
-
-    def close(self) -> None:
-        self._release_gpu()
-        self._release_workspace()
+    async def _compute(self, layer):
+        """One layer; after the last one of the last chunk the first token is there."""
+        request, compute, (start, stop) = self.job.request, self.engine.compute, self.chunk.tokens
+        await self.engine.batches.turn(self.chunk, layer)
+        try:
+            self._clear(layer)                      # a layer without inputs
+            if layer == 0:
+                self._state = compute.begin_prefill(request.prompt[:stop], start)
+            ready = max(self._computed_s, self._ready.get(layer, 0.0))
+            self._computed_s = await compute.prefill_layer(self._state, layer, self._slot(layer),
+                                                           ready)
+            if layer == self.engine.layout.num_layers - 1 and self.chunk.last \
+                    and not request.generated:      # after another try it is there already
+                request.add_token(*await compute.first_token(self._state))
+        finally:
+            self.engine.batches.computed(self.chunk)

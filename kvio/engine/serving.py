@@ -131,11 +131,9 @@ class Serving:
             self._plan(self._try_again.without(self._attempt.parts, side, why))
 
     async def _clear(self):
-        """A try that has failed late may have made a token and filled HBM."""
+        """A try that has failed late may have filled HBM (and made a token, which stays)."""
         await drained(self._attempt.writing)
         self._attempt.free_hbm()
-        if not self.request.finished:
-            self.request = self.request.rest(self.pe.layout)
 
     async def _after(self, failure):
         await self._clear()

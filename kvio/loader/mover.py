@@ -5,7 +5,7 @@ import numpy as np
 
 from kvio.errors import BlocksMissing, Closed
 from kvio.layout import READ, WRITE, BlockLayout, LayerDescriptors, Side
-from kvio.loader.plan import NIC_READ, STORAGE_READ, STORAGE_WRITE, Step, side_of
+from kvio.loader.plan import DE_HBM, NIC_READ, STORAGE_READ, STORAGE_WRITE, Step, side_of
 
 __all__ = ["Binding", "Mover", "Place"]
 
@@ -35,12 +35,17 @@ class Mover:
 
     `rings` maps a side to the ring of its node's storage NIC; `peers` maps (initiator, other) to
     the NIC peer of that direction, ("pe", "pe") and ("de", "de") being loop-back. Every move posts
-    one batch: one doorbell, one completion.
+    one batch: one doorbell, one completion; where the far blocks lie one after the other, a work
+    request gathers up to `max_sge` of them. All goes in `traffic_class` (None: the peer's own),
+    what decode sends on its way to storage in `persist_class`.
     """
 
-    def __init__(self, layout: BlockLayout, rings: dict, peers: dict, traffic_class=None):
-        self.layout, self.rings, self.peers = layout, rings, peers
+    def __init__(self, layout: BlockLayout, rings: dict, peers: dict, traffic_class=None, *,
+                 persist_class=None, max_sge: int = 1):
+        self.layout, self.rings, self.peers, self._max_sge = layout, rings, peers, max_sge
         self._options = {} if traffic_class is None else {"traffic_class": traffic_class}
+        self._persist = self._options if persist_class is None else {
+            "traffic_class": persist_class}
 
     async def perform(self, step: Step, binding: Binding) -> None:
         """Carry out a storage or NIC step; returns once it has drained."""
@@ -85,7 +90,8 @@ class Mover:
             unpin()
             raise
         post = peer.read if reads else peer.write
-        await post(descriptors, on_drain=unpin, **self._options)
+        options = self._persist if step.source == DE_HBM else self._options
+        await post(descriptors, on_drain=unpin, **options)
 
     def recover(self) -> None:
         """After a failed move: queue pairs in error work again, unless something is in flight on
@@ -103,7 +109,8 @@ class Mover:
         if built is None:
             built = binding.descriptors[key] = LayerDescriptors(
                 opcode, self.layout, local.side, self._ids(local, step), remote.side,
-                self._ids(remote, step), step.tokens[1] - step.tokens[0], step.layer)
+                self._ids(remote, step), step.tokens[1] - step.tokens[0], step.layer,
+                max_sge=self._max_sge if remote.ids is None else 1)
         return built.layer(step.layer)
 
     def _blocks(self, step):

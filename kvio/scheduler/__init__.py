@@ -10,11 +10,17 @@ Vocabulary of the paper: seq_e = `num_requests`, tok_e = `num_tokens`, read_q =
 from kvio.scheduler.data import (DE, PE, DecodeChoice, EngineReport, Part, PrefillChoice,
                                  PrefillWork, Request, Route)
 from kvio.scheduler.decode import assign_groups, choose_decode
-from kvio.scheduler.paths import NodeState, ReadChoice, choose_path
+from kvio.scheduler.fill import Lane
+from kvio.scheduler.paths import (AnyNode, Basic, NodeState, Push, ReadChoice, RoundRobin,
+                                  ShorterQueue, Split, choose_path)
 from kvio.scheduler.prefill import choose_prefill
-from kvio.scheduler.quota import pack_prefill
+from kvio.scheduler.quota import AttentionModel, pack_prefill
+from kvio.scheduler.reason import Reason
+from kvio.scheduler.recompute import LoadChoice, LoadOrRecompute
 from kvio.scheduler.scheduler import Scheduler
 
-__all__ = ["DE", "DecodeChoice", "EngineReport", "NodeState", "PE", "Part", "PrefillChoice",
-           "PrefillWork", "ReadChoice", "Request", "Route", "Scheduler", "assign_groups",
-           "choose_decode", "choose_path", "choose_prefill", "pack_prefill"]
+__all__ = ["AnyNode", "AttentionModel", "Basic", "DE", "DecodeChoice", "EngineReport", "Lane",
+           "LoadChoice", "LoadOrRecompute", "NodeState", "PE", "Part", "PrefillChoice",
+           "PrefillWork", "Push", "ReadChoice", "Reason", "Request", "RoundRobin", "Route",
+           "Scheduler", "ShorterQueue", "Split", "assign_groups", "choose_decode", "choose_path",
+           "choose_prefill", "pack_prefill"]

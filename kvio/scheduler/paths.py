@@ -2,13 +2,22 @@
 
 A policy is asked once both engines of a request are known. It sees the nodes as they will be when
 all that was decided before has been done, and answers with `Part`s in token order, the DE's first.
+docs/policies.md shows each with a figure. Sources: DualPath §6 (`shorter_queue`, and splitting as
+its future work); equal finish times and lent NICs are kvio's.
+
+Common to all: a NIC whose rate is 0 is dead and gets nothing. When nobody who may read is alive,
+nothing is loaded (no parts, so the hits are computed again), and the reason says so. Figures that
+are negative or no numbers are refused with `InvalidArgument` before anything is decided.
 """
 from dataclasses import dataclass
 
-from kvio.errors import InvalidArgument
+from kvio.errors import InvalidArgument, checked_int
 from kvio.scheduler.data import DE, PE, Part
+from kvio.scheduler.fill import INF, Lane, fill_some
+from kvio.scheduler.reason import Reason
 
-__all__ = ["NodeState", "POLICIES", "ReadChoice", "choose_path", "policy"]
+__all__ = ["AnyNode", "Basic", "NodeState", "POLICIES", "Push", "ReadChoice", "RoundRobin",
+           "ShorterQueue", "Split", "choose_path", "policy"]
 
 
 @dataclass
@@ -20,15 +29,21 @@ class NodeState:
     read_queue_tokens: int = 0
     snic_tokens_per_s: float = 1.0
     lend_tokens: int = 0
-    lend_tokens_per_s: float = float("inf")
+    lend_tokens_per_s: float = INF
+
+    def add(self, part: Part) -> None:
+        """Count a part that was decided; what a helper lends becomes less."""
+        self.read_queue_tokens += part.num_tokens
+        if part.side not in (PE, DE):
+            self.lend_tokens -= part.num_tokens
 
 
 @dataclass(frozen=True)
 class ReadChoice:
-    """A policy's answer; `reason` says why in one clause."""
+    """A policy's answer; `reason` (its `str()`) says why in one clause."""
 
     parts: tuple[Part, ...]
-    reason: str
+    reason: Reason | str
     push: bool = False
 
 
@@ -37,33 +52,267 @@ def choose_path(pe_queue_tokens: int, de_queue_tokens: int) -> str:
     return PE if pe_queue_tokens <= de_queue_tokens else DE
 
 
+def _is_alive(node: NodeState) -> bool:
+    """Whether its storage NIC reads at all; InvalidArgument for figures that mean nothing."""
+    queue, rate = node.read_queue_tokens, node.snic_tokens_per_s
+    try:
+        if 0 <= queue < INF and 0 <= rate < INF:
+            return rate > 0
+    except TypeError:
+        pass
+    raise InvalidArgument(
+        f"node {node.node_id} reports a reading queue of {queue!r} tokens and a storage NIC of "
+        f"{rate!r} tokens/s; both must be finite and 0 or more (0 tokens/s: a dead NIC)")
+
+
+def _check(num_tokens: int, block_tokens: int) -> None:
+    if num_tokens < 1 or block_tokens < 1 or num_tokens % block_tokens:
+        raise InvalidArgument(f"hits are read in whole blocks of {block_tokens} tokens, one at "
+                              f"least, not {num_tokens} tokens")
+
+
+def _lane(node: NodeState) -> Lane:
+    return Lane(node.read_queue_tokens / node.snic_tokens_per_s, node.snic_tokens_per_s)
+
+
+def _whole(side: str, num_tokens: int, node: NodeState, *reason) -> ReadChoice:
+    return ReadChoice((Part(side, (0, num_tokens), node.node_id),), Reason(*reason))
+
+
+_NOBODY = ReadChoice((), Reason("no storage NIC that may read is alive: hits are computed again"))
+
+
+def _only_side(num_tokens, pe, de):
+    """The choice where there is none, because a storage NIC is dead; None when both are alive."""
+    pe_alive, de_alive = _is_alive(pe), _is_alive(de)
+    if pe_alive and de_alive:
+        return None
+    if pe_alive:
+        return _whole(PE, num_tokens, pe, "the DE's storage NIC is dead")
+    if de_alive:
+        return _whole(DE, num_tokens, de, "the PE's storage NIC is dead")
+    return _NOBODY
+
+
 class Basic:
-    """The prefill side reads."""
+    """The prefill side reads (what systems with one path do)."""
 
     def choose(self, num_tokens: int, block_tokens: int, pe: NodeState, de: NodeState,
                others) -> ReadChoice:
         """Who reads `num_tokens` >= 1 (whole blocks). `others` are the remaining nodes."""
-        return ReadChoice((Part(PE, (0, num_tokens), pe.node_id),),
-                          "Basic reads at the prefill side")
+        _check(num_tokens, block_tokens)
+        if not _is_alive(pe):
+            return _NOBODY
+        return _whole(PE, num_tokens, pe, "Basic reads at the prefill side")
+
+    def lanes(self, pe: NodeState, de: NodeState, others) -> list[Lane]:
+        """The NICs that would read a request now; changes nothing (for `load_or_recompute`)."""
+        return [_lane(pe)] if _is_alive(pe) else []
 
 
-class ShorterQueue:
-    """The side with the shorter reading queue (DualPath)."""
+class _OneSide:
+    """Policies that give a whole request to the PE's or the DE's node."""
 
     def choose(self, num_tokens, block_tokens, pe, de, others):
-        side = choose_path(pe.read_queue_tokens, de.read_queue_tokens)
-        node = pe if side == PE else de
-        return ReadChoice((Part(side, (0, num_tokens), node.node_id),),
-                          f"reading queues of {pe.read_queue_tokens} (PE) and "
-                          f"{de.read_queue_tokens} (DE) tokens")
+        _check(num_tokens, block_tokens)
+        only = _only_side(num_tokens, pe, de)
+        if only is not None:
+            return only
+        side, *reason = self._side(pe, de)
+        return _whole(side, num_tokens, pe if side == PE else de, *reason)
+
+    def lanes(self, pe, de, others):
+        alive = [node for node in (pe, de) if _is_alive(node)]
+        if len(alive) == 2:
+            alive = [pe if self._peek(pe, de) == PE else de]
+        return [_lane(node) for node in alive]
 
 
-POLICIES = {"pe": Basic, "shorter_queue": ShorterQueue}
+class ShorterQueue(_OneSide):
+    """The side with the shorter reading queue (DualPath §6)."""
+
+    def _peek(self, pe, de):
+        return choose_path(pe.read_queue_tokens, de.read_queue_tokens)
+
+    def _side(self, pe, de):
+        return (self._peek(pe, de), "reading queues of {} (PE) and {} (DE) tokens",
+                pe.read_queue_tokens, de.read_queue_tokens)
+
+
+class RoundRobin(_OneSide):
+    """PE, DE, PE, DE... whatever the queues say (the peer of DualPath's figure 13)."""
+
+    def __init__(self):
+        self._next = PE
+
+    def _peek(self, pe, de):
+        return self._next
+
+    def _side(self, pe, de):
+        side = self._next
+        self._next = DE if side == PE else PE
+        return side, "round robin: the {} side's turn", side.upper()
+
+
+class Split:
+    """Both sides, so that they finish together, when that is worth it.
+
+    With queues q, rates r and L tokens the PE reads x = (r_P (q_D + L) - r_D q_P) / (r_P + r_D),
+    clipped to [0, L]; with equal rates (L + q_D - q_P) / 2. Of the whole blocks next to x those
+    are taken whose later finish is the earliest. `min_gain`: split only if the hits are there
+    earlier by that share of the time that the better side alone takes; behind long queues halves
+    gain next to nothing, while a request then depends on two queues.
+    """
+
+    def __init__(self, min_gain: float = 0.05):
+        self.min_gain = _share("min_gain", min_gain)
+
+    def choose(self, num_tokens, block_tokens, pe, de, others):
+        _check(num_tokens, block_tokens)
+        only = _only_side(num_tokens, pe, de)
+        if only is not None:
+            return only
+        at_pe, finish = _shares(num_tokens, block_tokens, pe, de)
+        alone = [(node.read_queue_tokens + num_tokens) / node.snic_tokens_per_s
+                 for node in (de, pe)]
+        if not 0 < at_pe < num_tokens or finish > (1 - self.min_gain) * min(alone):
+            side, node = (PE, pe) if alone[1] < alone[0] else (DE, de)
+            return _whole(side, num_tokens, node,
+                          "reading queues of {} (PE) and {} (DE) tokens: both sides would take "
+                          "{:.3g} of the time of one", pe.read_queue_tokens, de.read_queue_tokens,
+                          finish / min(alone))
+        at_de = num_tokens - at_pe
+        return ReadChoice(
+            (Part(DE, (0, at_de), de.node_id), Part(PE, (at_de, num_tokens), pe.node_id)),
+            Reason("equal finish behind queues of {} (PE) and {} (DE) tokens: {} from the PE, {} "
+                   "from the DE", pe.read_queue_tokens, de.read_queue_tokens, at_pe, at_de))
+
+    def lanes(self, pe, de, others):
+        return [_lane(node) for node in (de, pe) if _is_alive(node)]
+
+
+def _share(name, value):
+    if isinstance(value, (int, float)) and 0 <= value < 1:
+        return value
+    raise InvalidArgument(f"{name} is a share of the time, 0 <= {name} < 1, not {value!r}")
+
+
+def _shares(num_tokens, block_tokens, pe, de):
+    """(tokens for the PE, finish in s): see `Split`. A tie goes to the DE, whose tokens need not
+    be sent back to it."""
+    pe_rate, de_rate = pe.snic_tokens_per_s, de.snic_tokens_per_s
+    exact = (pe_rate * (de.read_queue_tokens + num_tokens) - de_rate * pe.read_queue_tokens) \
+        / (pe_rate + de_rate)
+    low = min(max(int(exact // block_tokens) * block_tokens, 0), num_tokens)
+    best = None
+    for at_pe in (low, low + block_tokens):
+        if at_pe > num_tokens:
+            break
+        finish = max((pe.read_queue_tokens + at_pe) / pe_rate if at_pe else 0.0,
+                     (de.read_queue_tokens + num_tokens - at_pe) / de_rate
+                     if at_pe < num_tokens else 0.0)
+        if best is None or finish < best[1]:
+            best = at_pe, finish
+    return best
+
+
+class AnyNode:
+    """`Split`, and idle storage NICs of other nodes as well.
+
+    A helper reads no more than it lends (`lend_tokens` of DRAM) and no faster than the compute NIC
+    share it lends (`lend_tokens_per_s`). All who read finish together to within one block. A
+    helper gets `min_helper_blocks` at least, and at most `max_helpers` help: each has to be
+    reached, and holds a buffer. Helpers are taken only if the hits are there earlier by `min_gain`
+    of the time without them.
+    """
+
+    def __init__(self, max_helpers: int = 4, min_helper_blocks: int = 8, min_gain: float = 0.05):
+        self.max_helpers = checked_int("max_helpers", max_helpers, 0)
+        self.min_helper_blocks = checked_int("min_helper_blocks", min_helper_blocks, 1)
+        self._split = Split(min_gain)
+
+    @property
+    def min_gain(self) -> float:
+        return self._split.min_gain
+
+    def choose(self, num_tokens, block_tokens, pe, de, others):
+        _check(num_tokens, block_tokens)
+        own = [node for node in (de, pe) if _is_alive(node)]
+        nodes, lanes = self._lenders(block_tokens, others)
+        num_blocks = num_tokens // block_tokens
+        if not own:                                 # what they lend may not be enough for all
+            largest = sorted((lane.max_tokens // block_tokens for lane in lanes), reverse=True)
+            num_blocks = min(num_blocks, sum(largest[:self.max_helpers]))
+        helpers, counts, finish = fill_some(
+            [_lane(node) for node in own], lanes, num_blocks, block_tokens,
+            least_blocks=self.min_helper_blocks, max_helpers=self.max_helpers)
+        if not helpers or own and finish > (1 - self.min_gain) * self._without(
+                num_tokens, block_tokens, pe, de, own):
+            return self._split.choose(num_tokens, block_tokens, pe, de, ())
+        shares = [(DE if node is de else PE, node, count)
+                  for node, count in zip(own, counts, strict=True) if count]
+        shares += [(f"h{number}", nodes[i], helpers[i])
+                   for number, i in enumerate(sorted(helpers, key=lambda i: nodes[i].node_id))]
+        return ReadChoice(_parts(shares, block_tokens), Reason(
+            "equal finish behind queues of {} (PE) and {} (DE) tokens with {} of {} nodes that "
+            "lend: blocks {}", pe.read_queue_tokens, de.read_queue_tokens, len(helpers),
+            len(nodes), tuple((side, count) for side, _, count in shares)))
+
+    def _without(self, num_tokens, block_tokens, pe, de, own):
+        """When the hits are there without helpers."""
+        if len(own) == 2:
+            return _shares(num_tokens, block_tokens, pe, de)[1]
+        return (own[0].read_queue_tokens + num_tokens) / own[0].snic_tokens_per_s
+
+    def _lenders(self, block_tokens, others):
+        """Nodes that can help, and their lanes."""
+        least = self.min_helper_blocks * block_tokens
+        nodes = [node for node in others if node.lend_tokens >= least and
+                 node.lend_tokens_per_s > 0 and _is_alive(node)] if self.max_helpers else []
+        return nodes, [Lane(node.read_queue_tokens / node.snic_tokens_per_s,
+                            min(node.snic_tokens_per_s, node.lend_tokens_per_s),
+                            node.lend_tokens) for node in nodes]
+
+    def lanes(self, pe, de, others):
+        own = self._split.lanes(pe, de, ())
+        _, lanes = self._lenders(1, others)
+        return own + sorted(lanes)[:self.max_helpers]
+
+
+def _parts(shares, block_tokens):
+    """Parts one after the other from (side, node, blocks)."""
+    parts, start = [], 0
+    for side, node, count in shares:
+        parts.append(Part(side, (start, start + count * block_tokens), node.node_id))
+        start += count * block_tokens
+    return tuple(parts)
+
+
+class Push:
+    """The parts of another policy, written into PE HBM by their owners instead of read by the PE.
+
+    PE HBM holds a layer's blocks one after the other, so a pushed part is one long target filled
+    by gather lists; and no request for the bytes has to travel first.
+    """
+
+    def __init__(self, inner=None):
+        self.inner = policy("shorter_queue" if inner is None else inner)
+
+    def choose(self, num_tokens, block_tokens, pe, de, others):
+        choice = self.inner.choose(num_tokens, block_tokens, pe, de, others)
+        return ReadChoice(choice.parts, Reason("pushed; {}", choice.reason), True)
+
+    def lanes(self, pe, de, others):
+        return self.inner.lanes(pe, de, others)
+
+
+POLICIES = {"pe": Basic, "round_robin": RoundRobin, "shorter_queue": ShorterQueue, "split": Split,
+            "any_node": AnyNode, "push": Push}
 
 
 def policy(name):
     """A policy by its name, or the caller's own (anything with `choose`)."""
-    if hasattr(name, "choose"):
+    if callable(getattr(name, "choose", None)) and not isinstance(name, type):
         return name
     if not isinstance(name, str) or name not in POLICIES:
         raise InvalidArgument(f"policy must be one of {', '.join(map(repr, POLICIES))} or an "

@@ -1,16 +1,105 @@
-"""What goes into the next prefill batch. Source: DualPath §6."""
-from kvio.errors import InvalidArgument
+"""What goes into the next prefill batch, and the model that predicts how long it takes.
 
-__all__ = ["pack_prefill"]
+Source: DualPath §6: first in, first out, until the predicted attention time reaches a compute
+quota; the request that would exceed it is cut. Without that, engines that prefill together (data
+parallel attention, expert parallel layers) wait in each layer for whoever has the longest contexts.
+"""
+from dataclasses import dataclass
+
+from kvio.errors import InvalidArgument, checked_int
+from kvio.scheduler.data import PrefillWork
+
+__all__ = ["AttentionModel", "pack_prefill"]
 
 
-def pack_prefill(ready, quota_s: float | None = None, attention_time=None) -> list:
-    """The next prefill batch from `ready` (FIFO), as (request_id, num_new_tokens).
+@dataclass(frozen=True)
+class AttentionModel:
+    """Predicted attention time of a prefill, in seconds over all layers.
 
-    Now the head request, whole. The compute quota belongs here: FIFO packing until
-    `attention_time(cached, new)` reaches `quota_s`, the request that would exceed it cut by
-    binary search. Until that is built, a quota is refused rather than ignored.
+    Each of `new` tokens attends to those before it and itself: pairs = sum over i in 1..new of
+    (cached + i) = new * (cached + (new + 1) / 2), which is what causal attention computes (2 FLOP
+    a pair, head and dimension for each of QK^T and PV). seconds = per_pair_s * pairs + per_token_s
+    * new + base_s; the second term is what grows with the tokens alone (projections, norms), the
+    third what a request costs at all (launches). Additive over the requests of a batch.
     """
-    if quota_s is not None or attention_time is not None:
-        raise InvalidArgument("compute-quota packing is not built yet: pass quota_s=None")
-    return [(work.request_id, work.num_new_tokens) for work in list(ready)[:1]]
+
+    per_pair_s: float
+    per_token_s: float = 0.0
+    base_s: float = 0.0
+
+    def __post_init__(self):
+        for name in ("per_pair_s", "per_token_s", "base_s"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+                raise InvalidArgument(f"{name} must be a time of 0 s or more, not {value!r}")
+
+    def __call__(self, cached: int, new: int) -> float:
+        """Seconds for `new` >= 1 tokens behind `cached` ones; 0 for none."""
+        if new < 1:
+            return 0.0
+        return (self.per_pair_s * (new * (cached + (new + 1) * 0.5)) + self.per_token_s * new
+                + self.base_s)
+
+
+def pack_prefill(ready, quota_s: float | None = None, attention_time=None,
+                 max_tokens: int | None = None) -> list:
+    """The next prefill batch from `ready` (first in, first out), as [(request_id, num_new_tokens)].
+
+    `ready` are `PrefillWork`s. `attention_time(cached, new)` predicts seconds, adds up over the
+    batch and must not fall when `new` grows (an `AttentionModel`, say). Requests are taken whole
+    while their sum stays within `quota_s`; the first that would exceed it gets as many new tokens
+    as fit, found by binary search, and ends the batch: the rest of it stays at the head of the
+    queue, with what was computed now among its cached tokens. The head gets one token at least,
+    even if that alone exceeds the quota, so there is always progress. `max_tokens` bounds the new
+    tokens of a batch in the same way. Without quota and bound: the head request, whole.
+    """
+    if quota_s is None and attention_time is not None or max_tokens is None and quota_s is None:
+        if attention_time is not None:
+            raise InvalidArgument("attention_time predicts for a quota: pass quota_s as well")
+        return [(work.request_id, work.num_new_tokens) for work in _first(ready)]
+    if quota_s is not None and (attention_time is None or not quota_s > 0):
+        raise InvalidArgument(f"a quota must be above 0 s and needs attention_time(cached, new); "
+                              f"got {quota_s!r} and {attention_time!r}")
+    room = checked_int("max_tokens", max_tokens, 1) if max_tokens is not None else float("inf")
+    batch, spent_s = [], 0.0
+    for work in ready:
+        new = min(work.num_new_tokens, room)
+        if quota_s is not None:
+            new, spent_s = _cut(work, new, spent_s, quota_s, attention_time, not batch)
+        if new:
+            batch.append((work.request_id, new))
+        room -= new
+        if new < work.num_new_tokens or not room:
+            break
+    return batch
+
+
+def _first(ready):
+    for work in ready:
+        return [work]
+    return []
+
+
+def _cut(work: PrefillWork, most: int, spent_s, quota_s, attention_time, is_head):
+    """(new tokens that fit, seconds spent then); the largest number that keeps to the quota."""
+    def total(new):
+        seconds = attention_time(work.num_cached_tokens, new)
+        if not 0 <= seconds < float("inf"):
+            raise InvalidArgument(f"attention_time({work.num_cached_tokens}, {new}) must be a "
+                                  f"time of 0 s or more, not {seconds!r}")
+        return spent_s + seconds
+
+    after = total(most)
+    if after <= quota_s:
+        return most, after
+    low, low_s, high = 0, spent_s, most             # low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        after = total(middle)
+        if after <= quota_s:
+            low, low_s = middle, after
+        else:
+            high = middle
+    if low == 0 and is_head:
+        return 1, total(1)
+    return low, low_s
