@@ -11,8 +11,8 @@ import os as _os
 __all__ = [
     "BackendUnavailable", "BlocksMissing", "Busy", "Closed", "EngineLost", "FormatError",
     "InvalidArgument", "KvioError", "LayoutMismatch", "MappingFailed", "ModelMissing",
-    "OutOfBlocks", "ReadStalled", "StoreError", "TransferError", "TransferTimeout", "checked_int",
-    "errno_name",
+    "OutOfBlocks", "ReadStalled", "RequestTooLong", "StoreError", "TransferError",
+    "TransferTimeout", "checked_int", "errno_name",
 ]
 
 
@@ -30,6 +30,10 @@ class KvioError(Exception):
 
 class InvalidArgument(KvioError, ValueError):
     """The caller passed something of a wrong shape, dtype, range or state. Nothing was changed."""
+
+
+class RequestTooLong(InvalidArgument):
+    """A request needs more HBM than any decode engine has: it could only wait for ever."""
 
 
 class LayoutMismatch(KvioError, ValueError):

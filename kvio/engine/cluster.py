@@ -212,7 +212,8 @@ class Cluster:
         for serving in list(self._routed):
             serving.lose(engine, self.lost[name])
         self._ending.append(asyncio.ensure_future(self._see_off(engine)))
-        self._requeue()
+        self.scheduler.lose(side, engine.engine_id)
+        self._refuse_all()
         self.fetch()
 
     async def _see_off(self, engine):
@@ -225,14 +226,12 @@ class Cluster:
     def _ends_of(self, engine):
         return [peer for names, peer in self._peers.items() if engine.name in names]
 
-    def _requeue(self):
-        """Requests that wait for a route may have been promised the dead engine."""
+    def _refuse_all(self):
+        """Requests that wait for a route have none to wait for, if no engine of a side is left."""
         for request, routed in list(self._waiting.values()):
-            self.scheduler.cancel(request.request_id)
             failure = self._none_left(request)
-            if failure is None:
-                self._submit(request)
-            elif not routed.done():
+            if failure is not None and not routed.done():
+                self.scheduler.cancel(request.request_id)
                 del self._waiting[request.request_id]
                 routed.set_exception(failure)
 
@@ -314,8 +313,8 @@ class Cluster:
         if failure is not None:
             raise failure
         routed = asyncio.get_running_loop().create_future()
-        self._waiting[request.request_id] = request, routed
         self._submit(request)
+        self._waiting[request.request_id] = request, routed
         self.fetch()
         try:
             return await routed
@@ -344,13 +343,17 @@ class Cluster:
             if routed.cancelled():                  # and its task has not heard of it yet
                 left = True
                 continue
-            request.parts, request.reason = route.parts, route.reason
+            request.parts, request.reason = route.parts, str(route.reason)
             request.num_hit_tokens = route.num_load_tokens
             nodes = self._nodes(route)
             serving = Serving(request, route, nodes, self._mover(nodes), self.fetch,
                               self.config.recovery)
             self._routed.add(serving)
             routed.set_result(serving)
+        for request_id, error in self.scheduler.rejections():
+            routed = self._waiting.pop(request_id)[1]
+            if not routed.done():
+                routed.set_exception(error)
         if left:
             self.fetch()                            # its place is somebody else's
 
@@ -382,20 +385,20 @@ class Cluster:
         return PatientRing(node.name, node.ring, timeout_s, self._strays, node.buffer.regrant)
 
     def _reports(self):
-        """What the engines say of themselves, and what was promised to them already."""
-        pending = self.scheduler.pending_load()
+        """What the engines say of themselves."""
         prefill, decode = [], []
         for node, engine in enumerate(self.engines):
             if engine.name in self.lost:
                 continue
-            side = PE if node < len(self.prefill) else DE
-            count, tokens = pending.get((side, engine.engine_id), (0, 0))
             queue = engine.read_queue_tokens if engine.ring is not None else 0
-            free = 0 if side == PE else max(0, engine.free_hbm_tokens - tokens)
-            (prefill if side == PE else decode).append(EngineReport(
-                engine.engine_id, node, engine.num_requests + count, engine.num_tokens + tokens,
-                queue, free, snic_tokens_per_s=self._snic_tokens_per_s,
-                lend_tokens=engine.lend_tokens if engine.ring is not None else 0))
+            figures = engine.engine_id, node, engine.num_requests, engine.num_tokens, queue
+            lends = {"snic_tokens_per_s": self._snic_tokens_per_s,
+                     "lend_tokens": engine.lend_tokens if engine.ring is not None else 0}
+            if node < len(self.prefill):
+                prefill.append(EngineReport(*figures, **lends))
+            else:
+                decode.append(EngineReport(*figures, engine.free_hbm_tokens, **lends,
+                                           hbm_tokens=engine.num_hbm_tokens))
         return prefill, decode
 
 

@@ -71,6 +71,11 @@ class DecodeEngine(Node):
         """HBM that no assigned request will need."""
         return (self.hbm.num_blocks - self.promised_blocks) * self.layout.block_tokens
 
+    @property
+    def num_hbm_tokens(self) -> int:
+        """All HBM there is for KV."""
+        return self.hbm.num_blocks * self.layout.block_tokens
+
     def hbm_place(self, ids: np.ndarray) -> Place:
         return Place(self.hbm.side(self.hbm_key), ids, self.hbm)
 
