@@ -249,7 +249,7 @@ def leaks(cluster) -> list[str]:
         for pool in pools:
             if pool.num_free != pool.num_blocks or pool._pins.any():
                 found.append(f"{engine.name}: {pool}, {pool._pins.sum()} pins")
-            elif (pool.region.array != POISON).any():
+            elif (pool._rows != POISON).any():
                 found.append(f"{engine.name}: bytes have come into free blocks of {pool}")
         figures = {name: getattr(engine, name) for name in (
             "num_requests", "num_tokens", "waiting_read_tokens", "wanted_blocks",

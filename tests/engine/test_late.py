@@ -10,6 +10,7 @@ import pytest
 
 from failing import (FLOWS, LAYOUT, Canaries, Steps, compute, config, in_flight, in_link_time,
                      leaks, new_pool, prime, right_tokens, settled)
+from fault_mutants import does_not_drain
 from kvio._ext import nic as ext
 from kvio.engine.cluster import Cluster
 from kvio.loader import run as running
@@ -116,13 +117,6 @@ def test_nothing_lands_in_memory_of_others(tmp_path, flow, end, delay_ns):
 
 
 # ---- and the tests would see it
-
-async def does_not_drain(tasks):
-    """In place of run_plan's draining: the tasks end, their transfers go on."""
-    for task in list(tasks):
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
 
 def test_without_draining_late_bytes_are_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "_drain", does_not_drain)
