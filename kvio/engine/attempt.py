@@ -156,7 +156,7 @@ async def persist_prompt_block(engine: DecodeEngine, mover: Mover, block: int, i
         steps = persist_plan(engine.layout, block, from_hbm=False)
         await run_plan(steps, lambda step: mover.perform(step, binding))
         engine.num_persisted_blocks += 1
-    except TransferError:
+    except (Closed, TransferError):
         engine.num_persist_failures += 1            # it costs reuse, not the request
         mover.recover()
     finally:

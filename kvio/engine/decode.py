@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvio.engine.node import Node
+from kvio.engine.request import chained_keys
 from kvio.errors import Closed, TransferError
-from kvio.layout import block_keys
 from kvio.loader import Binding, persist_plan, run_plan
 from kvio.loader.mover import Mover, Place
 from kvio.loader.plan import DE_BUFFER, DE_HBM
@@ -64,12 +64,17 @@ class DecodeEngine(Node):
         self.exchange = None                        # async, awaited at the end of each step
         self._batch, self._joining = [], []
         self._computing, self._computed = None, ()  # the step that runs, and its sequences
-        self._work, self._task = asyncio.Event(), None
+        self._work, self._task, self._dead = asyncio.Event(), None, False
 
     @property
     def free_hbm_tokens(self) -> int:
         """HBM that no assigned request will need."""
         return (self.hbm.num_blocks - self.promised_blocks) * self.layout.block_tokens
+
+    @property
+    def num_hbm_tokens(self) -> int:
+        """All HBM there is for KV."""
+        return self.hbm.num_blocks * self.layout.block_tokens
 
     def hbm_place(self, ids: np.ndarray) -> Place:
         return Place(self.hbm.side(self.hbm_key), ids, self.hbm)
@@ -77,6 +82,11 @@ class DecodeEngine(Node):
     def start(self) -> None:
         """Run the decode loop as a task of the running event loop."""
         self._task = asyncio.ensure_future(self._loop())
+
+    def die(self) -> None:
+        """End the loop now; sequences still in it are cancelled. `stop` is called later."""
+        self._dead = True
+        self._task.cancel()
 
     async def stop(self) -> None:
         """End the loop; sequences still in it are cancelled."""
@@ -91,7 +101,7 @@ class DecodeEngine(Node):
         try:
             if not sequence.request.finished:
                 await self.compute.begin_decode(sequence)
-                if self._task is None:
+                if self._task is None or self._dead:
                     raise Closed(f"decode engine {self.name} has stopped")
                 self._joining.append((sequence, mover))
                 self._work.set()
@@ -168,19 +178,11 @@ class DecodeEngine(Node):
                      if s.source != s.target]       # the buffer is released below, in any case
             await run_plan(steps, lambda step: mover.perform(step, binding))
             self.num_persisted_blocks += 1
-        except TransferError:
+        except (Closed, TransferError):
             self.num_persist_failures += 1          # it costs reuse, not the request
             mover.recover()
         finally:
             self.buffer.release(held)
-
-
-def chained_keys(request, tokens, layout) -> np.ndarray:
-    """Keys of all full blocks of `tokens`, of which the request's own keys are the beginning."""
-    known = len(request.keys)
-    parent = request.keys[-1]["key"].tobytes() if known else request.root
-    more = block_keys(tokens[known * layout.block_tokens:], layout, parent=parent)
-    return np.concatenate([request.keys, more])
 
 
 async def drained(tasks):

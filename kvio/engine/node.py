@@ -51,6 +51,10 @@ class Buffer:
         self.pool.free(ids)
         self._grant()
 
+    def regrant(self) -> None:
+        """Blocks that were released while a device still used them have become free."""
+        self._grant()
+
     def _grant(self):
         while self._waiting:
             num_blocks, turn = self._waiting[0]

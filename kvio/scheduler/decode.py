@@ -1,69 +1,68 @@
 """Which decode engine: a group first, then an engine of it. Source: DualPath §6."""
-from dataclasses import replace
+from kvio.scheduler.data import DecodeReason
 
-from kvio.errors import InvalidArgument
-from kvio.scheduler.data import DecodeChoice
-
-__all__ = ["assign_groups", "choose_decode"]
+__all__ = ["LOAD_FACTOR", "choose_decode", "choose_group"]
 
 LOAD_FACTOR = 1.05                  # Z may exceed the mean load by 5 %
 
 
-def assign_groups(requests, group_loads: dict) -> list:
-    """Decode phase 1: each request to the group with the least total tok_e, which then grows.
+def choose_group(request, groups):
+    """Decode phase 1: the group with the least total tok_e, which `groups` yield first.
 
-    `group_loads` maps a group id to its tokens. Returns group ids in the order of requests.
+    Beyond the paper: of the groups whose engines could ever hold the request; a longer one would
+    stand at the head of the group's queue for ever. None if there is no such group.
     """
-    if not group_loads:
-        raise InvalidArgument("there is no decode group")
-    loads, chosen = dict(group_loads), []
-    for request in requests:
-        group = min(loads, key=lambda g: (loads[g], g))
-        loads[group] += request.num_tokens
-        chosen.append(group)
-    return chosen
+    num_tokens = request.num_tokens
+    for group in groups:
+        if group.most_tokens is None or num_tokens <= group.most_tokens:
+            return group
+    return None
 
 
-def choose_decode(waiting, engines):
+def choose_decode(waiting, engines) -> list:
     """Decode phase 2, inside a group: first in first out while the head fits somewhere.
 
     R = the head requests that fit the sum of free HBM; Z = 1.05 (sum of len over R + sum of
-    tok_e) / number of engines. Among engines with enough free HBM a request goes to the one with
-    tok_e + len <= Z and the fewest requests, else to the one with the least tok_e; if none has
-    enough, the fetch ends. Returns (choices, engines as they would report now).
+    tok_e) / number of engines. Among engines (`EngineLoad`s) with enough free HBM a request goes
+    to the one with tok_e + len <= Z and the fewest requests, else to the one with the least
+    tok_e; if none has enough, the fetch ends. The engines' figures grow with each assignment.
+    Returns [(request, engine, DecodeReason), ...].
     """
-    loads = {e.engine_id: e for e in sorted(engines, key=lambda e: e.engine_id)}
-    limit = _load_limit(waiting, loads.values())
-    choices = []
+    engines = sorted(engines, key=_fewest_requests)
+    limit, chosen = None, []
     for request in waiting:
-        need = request.num_tokens
-        fits = [e for e in loads.values() if e.free_hbm_tokens >= need]
-        if not fits:
+        need, normal, high = request.num_tokens, None, None
+        if limit is None:
+            limit = _load_limit(waiting, engines)
+        for engine in engines:
+            if engine.free_hbm_tokens >= need:
+                if engine.num_tokens + need <= limit:
+                    normal = engine
+                    break
+                if high is None or (engine.num_tokens, engine.engine_id) < (high.num_tokens,
+                                                                            high.engine_id):
+                    high = engine
+        best = normal or high
+        if best is None:
             break
-        normal = [e for e in fits if e.num_tokens + need <= limit]
-        if normal:
-            best = min(normal, key=lambda e: (e.num_requests, e.engine_id))
-        else:
-            best = min(fits, key=lambda e: (e.num_tokens, e.engine_id))
-        loads[best.engine_id] = replace(
-            best, num_requests=best.num_requests + 1, num_tokens=best.num_tokens + need,
-            free_hbm_tokens=best.free_hbm_tokens - need)
-        choices.append(DecodeChoice(
-            request.request_id, best.engine_id,
-            f"fewest requests ({best.num_requests}) below Z = {limit:.0f} tokens" if normal else
-            f"all that fit are above Z = {limit:.0f} tokens, least load ({best.num_tokens})"))
-    return choices, list(loads.values())
+        chosen.append((request, best, DecodeReason(normal is not None, limit, best.num_requests,
+                                                   best.num_tokens, best.group.group_id)))
+        best.add(need)
+        engines.sort(key=_fewest_requests)          # nearly sorted: linear
+    return chosen
+
+
+def _fewest_requests(engine):
+    return engine.num_requests, engine.engine_id
 
 
 def _load_limit(waiting, engines) -> float:
     """Z of the paper, in tokens."""
-    engines = list(engines)
-    if not engines:
-        return 0.0
-    room, expected = sum(e.free_hbm_tokens for e in engines), 0
+    room = sum(max(0, engine.free_hbm_tokens) for engine in engines)
+    load = sum(engine.num_tokens for engine in engines)
     for request in waiting:
         if request.num_tokens > room:
             break
         room -= request.num_tokens
-        expected += request.num_tokens
-    return LOAD_FACTOR * (expected + sum(e.num_tokens for e in engines)) / len(engines)
+        load += request.num_tokens
+    return LOAD_FACTOR * load / len(engines) if engines else 0.0

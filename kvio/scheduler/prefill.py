@@ -1,31 +1,38 @@
 """Which prefill engine: classes by load and reading queue. Source: DualPath §6."""
-from dataclasses import replace
+from heapq import heapify, heappop, heapreplace
 
-from kvio.scheduler.data import PrefillChoice
+from kvio.scheduler.data import PrefillReason
 
 __all__ = ["choose_prefill"]
 
 
-def choose_prefill(waiting, engines, alpha: int, beta: int):
-    """Give waiting requests, first in first out, to prefill engines.
+def choose_prefill(waiting, engines, alpha: int, beta: int) -> list:
+    """Give waiting requests, first in first out, to prefill engines (`EngineLoad`s).
 
     An engine is *overloaded* with tok_e > beta, has a *short queue* with read_q <= alpha, else a
     *long queue*. Each request goes to the short-queue engine with the least tok_e, else to the
-    long-queue engine with the least, else the fetch ends. tok_e grows with each assignment.
-    Returns (choices, engines as they would report now). Source: DualPath §6.
+    long-queue engine with the least, else the fetch ends. tok_e grows with each assignment, so
+    the engines' figures are changed. Returns [(request, engine, PrefillReason), ...]; O(log
+    number of engines) a request.
     """
-    loads = {e.engine_id: e for e in sorted(engines, key=lambda e: e.engine_id)}
-    choices = []
+    short, long = [], []
+    for engine in engines:
+        if engine.num_tokens <= beta:
+            heap = short if engine.node.read_queue_tokens <= alpha else long
+            heap.append((engine.num_tokens, engine.engine_id, engine))
+    heapify(short)
+    heapify(long)
+    chosen = []
     for request in waiting:
-        usable = [e for e in loads.values() if e.num_tokens <= beta]
-        short = [e for e in usable if e.read_queue_tokens <= alpha]
-        if not usable:
+        heap = short or long
+        if not heap:
             break
-        best = min(short or usable, key=lambda e: (e.num_tokens, e.engine_id))
-        loads[best.engine_id] = replace(best, num_requests=best.num_requests + 1,
-                                        num_tokens=best.num_tokens + request.num_tokens)
-        choices.append(PrefillChoice(
-            request.request_id, best.engine_id,
-            f"{'short' if short else 'long'} reading queue ({best.read_queue_tokens} tokens), "
-            f"least load of {len(short or usable)} ({best.num_tokens} tokens)"))
-    return choices, list(loads.values())
+        num_tokens, engine_id, engine = heap[0]
+        chosen.append((request, engine, PrefillReason(
+            heap is short, engine.node.read_queue_tokens, len(heap), num_tokens)))
+        engine.add(request.num_tokens)
+        if engine.num_tokens <= beta:
+            heapreplace(heap, (engine.num_tokens, engine_id, engine))
+        else:
+            heappop(heap)
+    return chosen
