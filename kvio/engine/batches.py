@@ -213,7 +213,9 @@ class Batches:
         self._fill()
 
     def _release(self, batch):
-        if not batch.open and batch.num_finished == len(batch.chunks) and batch.workspace is not None:
+        if batch.workspace is None or batch.open:
+            return
+        if batch.num_finished == len(batch.chunks):
             batch.workspace.clear()
             self._free.append(batch.workspace)
             batch.workspace = None

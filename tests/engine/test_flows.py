@@ -296,7 +296,7 @@ def test_what_a_failed_nic_wrote_to_is_nobodys_until_its_queue_pairs_are_reset(
     """Packets of a write that has failed may come late, but not past a queue pair that was reset:
     only then do PE HBM and the buffers go to others."""
     from kvio.engine.prefill import Workspace
-    conf, states = config(TIMED, num_decode=1, policy=POLICIES[name]), []
+    conf, states = config(TIMED, num_decode=1, policy=POLICIES[name], max_attempts=1), []
 
     async def main(store):
         async with Cluster(conf, "dualpath", store, timed_compute) as cluster:
