@@ -6,8 +6,8 @@ import numpy as np
 from kvio.engine.decode import DecodeEngine, drained
 from kvio.engine.prefill import Prefill
 from kvio.errors import Busy, Closed, TransferError
-from kvio.loader import (NIC_WRITE, RELEASE, Binding, Mover, insert_steps, load_steps,
-                         persist_plan, run_plan)
+from kvio.loader import (NIC_WRITE, RELEASE, Binding, Mover, buffer_order, insert_steps,
+                         load_steps, persist_plan, run_plan)
 from kvio.loader.plan import DE_BUFFER, DE_HBM, side_of
 from kvio.scheduler import DE, PE
 
@@ -34,18 +34,11 @@ class Attempt:
         self._queued = {part.side: part.num_tokens for part in parts}
         for side, num_tokens in self._queued.items():
             nodes[side].waiting_read_tokens += num_tokens
-        self._wanted = self._blocks()               # side -> blocks that are not held yet
-        for side, blocks in self._wanted.items():
-            nodes[side].wanted_blocks += len(blocks)
-
-    def _blocks(self) -> dict:
-        """Blocks of the request that each side's buffer has to hold, as ranges."""
-        size, found = self.layout.block_tokens, {}
-        for part in self.parts:
-            if part.side != DE:
-                found[part.side] = range(part.tokens[0] // size, part.tokens[1] // size)
-        found[DE] = range(self.layout.num_blocks(self.request.num_prompt_tokens))
-        return found
+        claims = buffer_order(self.layout, parts, request.num_prompt_tokens,
+                              lambda side: nodes[side].node_id)
+        self._wanted = {claim.side: claim for claim in claims}      # not held yet
+        for claim in claims:
+            nodes[claim.side].wanted_blocks += claim.num_blocks
 
     async def run(self, on_prefilled) -> None:
         """`on_prefilled()` is called when the PE is done with the request."""
@@ -67,20 +60,19 @@ class Attempt:
                 self._release_buffer(place)
 
     async def _take_buffers(self, binding):
-        """All buffers in one order for everybody (that of the nodes), so that nobody waits for
-        what a later one holds."""
-        for side in sorted(self._wanted, key=lambda side: self.nodes[side].node_id):
-            node, place, blocks = self.nodes[side], f"{side}_buffer", self._wanted[side]
-            ids = await node.buffer.acquire(len(blocks))
-            self._held[place] = ids
-            self._want_no_more(side)
-            # Block i of the request is block ids[i] of the place; before the part there is none.
-            binding.places[place] = node.buffer_place(np.concatenate(
-                [np.full(blocks.start, -1, np.int64), ids]))
+        """All buffers before the first read, in the order that is everybody's."""
+        for claim in list(self._wanted.values()):
+            node = self.nodes[claim.side]
+            self._held[claim.place] = ids = await node.buffer.acquire(claim.num_blocks)
+            self._want_no_more(claim.side)
+            # Block i of the request is block ids[i] of the place; before its first there is none.
+            binding.places[claim.place] = node.buffer_place(np.concatenate(
+                [np.full(claim.first, -1, np.int64), ids]))
 
     def _want_no_more(self, side):
-        blocks = self._wanted.pop(side, range(0))
-        self.nodes[side].wanted_blocks -= len(blocks)
+        claim = self._wanted.pop(side, None)
+        if claim is not None:
+            self.nodes[side].wanted_blocks -= claim.num_blocks
 
     async def _load(self, step, binding):
         self._leave_read_queue(step.side)           # from now on the ring counts it
