@@ -61,6 +61,8 @@ class DecodeEngine(Node):
         self.num_requests = self.num_tokens = 0     # assigned and not yet decoded
         self.promised_blocks = 0                    # HBM of assigned requests, held or to come
         self.num_persisted_blocks = self.num_persist_failures = 0
+        # Blocks on their way to the store hold a part of the buffer at most: prompts come first.
+        self._persist_room = asyncio.Semaphore(max(1, buffer_blocks // 4))
         self.exchange = None                        # async, awaited at the end of each step
         self._batch, self._joining = [], []
         self._computing, self._computed = None, ()  # the step that runs, and its sequences
@@ -167,6 +169,10 @@ class DecodeEngine(Node):
 
     async def _persist(self, sequence, mover, block):
         """A block has filled up: HBM -> DRAM -> store."""
+        async with self._persist_room:
+            await self._persist_now(sequence, mover, block)
+
+    async def _persist_now(self, sequence, mover, block):
         tokens, request = self.layout.block_tokens, sequence.request
         ids = np.full(block + 1, -1, np.int64)
         ids[block:] = held = await self.buffer.acquire(1)
