@@ -1,6 +1,8 @@
 """What flows may touch and hold: least access, late bytes, depth and budgets, what nodes lend, and
 the quota of a batch."""
 import asyncio
+import random
+import statistics
 from collections import Counter
 from dataclasses import replace
 
@@ -11,14 +13,16 @@ from flows import (ATTENTION, POLICIES, TIMED, Spread, assert_all_is_given_back,
 from kvio import completion
 from kvio._ext import nic as ext
 from kvio.engine import prefill
+from kvio.engine.clock import run_in_link_time
 from kvio.engine.cluster import Cluster
 from kvio.engine.prefill import Workspace
 from kvio.engine.request import Session
 from kvio.engine.workload import run_sessions
 from kvio.errors import InvalidArgument, TransferError
 from kvio.scheduler import DE
+from kvio.scheduler.quota import AttentionModel
 from kvio.storage import BlockStore
-from kvio.transfer import Access
+from kvio.transfer import Access, Fabric
 
 
 def access_of(cluster, engine):
@@ -240,3 +244,35 @@ def test_limits_that_cannot_be_are_refused(tmp_path, changes, message):
         run("dualpath", tmp_path, config(**changes), made=sessions(1, 1))
 
 
+
+
+def test_what_a_batch_took_is_the_computes_word_and_not_the_predictions(tmp_path):
+    """A prediction that is half of the truth lets twice as much in, and the records show it."""
+    half = AttentionModel(ATTENTION.per_pair_s / 2, ATTENTION.per_token_s / 2)
+
+    def look(cluster, served):
+        times = [s for engine in cluster.prefill for s in engine.batch_attention_s]
+        assert 1e-4 < max(times) <= 2e-4
+    run("dualpath", tmp_path, config(TIMED, quota_s=1e-4, attention_time=half), timed_compute,
+        sessions(6), look)
+
+
+@pytest.mark.parametrize("quota_s", [None, 4e-4])
+def test_the_quota_evens_out_what_engines_compute_at_a_time(quota_s):
+    """Contexts differ by two orders of magnitude, as agents' do. The k-th batches of two engines
+    compute at the same time: without a quota one waits for the other, by as much as the contexts
+    differ. In link time, so the figures are exact."""
+    draw, fabric = random.Random(3), Fabric("virtual")
+    prompts = [[i] * min(int(40 * draw.paretovariate(0.9)), 3000) for i in range(40)]
+    conf = config(TIMED, num_decode=1, buffer_blocks=6000, hbm_blocks=6000, max_tokens=4000,
+                  batch_tokens=16000, quota_s=quota_s)
+
+    async def main():
+        async with Cluster(conf, "none", None, timed_compute, fabric) as cluster:
+            await asyncio.gather(*(cluster.generate(f"a{i}", prompt, 1)
+                                   for i, prompt in enumerate(prompts)))
+            return [engine.batch_attention_s for engine in cluster.prefill]
+    first, second = run_in_link_time(main(), fabric)
+    rounds = list(zip(first, second))[:-1]          # the last ones are what was left
+    uneven = statistics.fmean(2 * max(both) / sum(both) for both in rounds)
+    assert len(rounds) > 5 and (uneven > 1.2 if quota_s is None else uneven < 1.06)
