@@ -9,7 +9,8 @@ import contextlib
 from dataclasses import dataclass
 
 from kvio.engine.collectives import CollectiveSetting, Collectives
-from kvio.engine.decode import DecodeEngine, drained
+from kvio.engine.decode import DecodeEngine
+from kvio.engine.moves import drained
 from kvio.engine.oracle import CopyMover, MemoryStore
 from kvio.engine.prefill import PrefillEngine
 from kvio.engine.request import MENDED, EngineRequest, usable_hits

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvio.engine.moves import drained, move
 from kvio.engine.node import Node
 from kvio.engine.request import chained_keys
 from kvio.errors import Closed, TransferError
@@ -16,7 +17,7 @@ from kvio.loader.plan import DE_BUFFER, DE_HBM
 from kvio.memory import LayerPool
 from kvio.transfer import Access
 
-__all__ = ["DecodeEngine", "Sequence", "drained"]
+__all__ = ["DecodeEngine", "Sequence"]
 
 
 @dataclass(eq=False)
@@ -182,20 +183,10 @@ class DecodeEngine(Node):
                                      DE_HBM: self.hbm_place(sequence.ids)})
             steps = [s for s in persist_plan(self.layout, block, from_hbm=True)
                      if s.source != s.target]       # the buffer is released below, in any case
-            await run_plan(steps, lambda step: mover.perform(step, binding))
+            await run_plan(steps, lambda step: move(mover, step, binding))
             self.num_persisted_blocks += 1
         except (Closed, TransferError):
             self.num_persist_failures += 1          # it costs reuse, not the request
             mover.recover()
         finally:
             self.buffer.release(held)
-
-
-async def drained(tasks):
-    """Tasks that have begun to move a block end before its memory is given to anyone else."""
-    for task in tasks:
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError:
-                continue

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvio.engine.batches import Batches
 from kvio.engine.clock import now_s
-from kvio.engine.decode import drained
+from kvio.engine.moves import drained
 from kvio.engine.node import Node
 from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout, Side
