@@ -1,0 +1,266 @@
+"""Everything that can fail, at every step of every flow: the tokens are right all the same, and
+nothing is left behind.
+
+A case is (flow, fault, step, before or after it). What is checked in each: the tokens are those
+of the definition, all memory is free and holds nothing but poison, no engine has met a wrong byte
+of KV, and the counters say what has happened, neither more nor less.
+"""
+import contextlib
+
+import numpy as np
+import pytest
+
+from failing import (FLOWS, LAYOUT, WRITE, Canaries, Steps, compute, config, in_flight,
+                     in_link_time, leaks, new_pool, prime, right_tokens, settled, spoil)
+from kvio._ext import nic as ext
+from kvio.engine.cluster import Cluster
+from kvio.layout import block_keys
+from kvio.loader.plan import STORAGE_READ
+from kvio.scheduler import DE, PE
+from kvio.storage import BlockStore
+
+PROMPT = tuple(range(100, 123))             # 5 full blocks and 3 tokens
+NUM_NEW = 7                                 # two more blocks fill up, and the last token is bare
+EXPECTED = right_tokens(PROMPT, NUM_NEW)
+
+
+class Case:
+    """One request in one cluster; a fault goes off once, at `step`."""
+
+    num_sessions, canaries = 0, None
+
+    def __init__(self, cluster, store, pool, num_stored=4):
+        Case.num_sessions += 1
+        self.cluster, self.store = cluster, store
+        self.session = f"s{Case.num_sessions}"
+        self.keys = prime(store, pool, cluster.config, self.session, PROMPT[:4 * num_stored])
+        self.nodes, self.then, self.before = {}, None, cluster.counters()
+        cluster._nodes = self._noted
+
+    def _noted(self, route):
+        nodes = Cluster._nodes(self.cluster, route)
+        self.nodes = self.nodes or nodes        # of the first route
+        return nodes
+
+    async def run(self, fault=None, step=None, when="before"):
+        """The request; fault(self, done) at that step."""
+        def at(n, where, plan_step):
+            if fault is not None and (n, where) == (step, when):
+                fault(self)
+            elif self.then is not None:
+                self.then(plan_step)
+        with Steps(at).watched() as steps:
+            request = await self.cluster.generate(self.session, PROMPT, NUM_NEW)
+        await settled(self.cluster)
+        self.undo()
+        return request, steps
+
+    def keys_of(self, request):
+        """Of all full blocks of the prompt and the tokens that have KV."""
+        tokens = np.array([*PROMPT, *request.generated[:-1]], np.uint32)
+        return block_keys(tokens, LAYOUT, self.cluster.config.namespace(self.session))
+
+    def undo(self):
+        for engine in self.cluster.engines:
+            if engine.name in self.cluster.lost:
+                continue
+            for kind in (ext.STATUS, ext.DELAY):
+                engine.nic._ext._fault(kind, 0, 0)
+            engine.ring._ring._fault(0, 0)
+            engine.ring._ring._pause(False)
+
+    def counted(self):
+        """What the counters have counted since this case began."""
+        return {name: count - self.before[name]
+                for name, count in self.cluster.counters().items()
+                if count != self.before[name]}
+
+
+@contextlib.asynccontextmanager
+async def opened(store, fabric, flow, **changes):
+    async with Cluster(config(flow, **changes), "dualpath", store, compute, fabric) as cluster:
+        yield cluster
+
+
+def run(tmp_path, main):
+    """`await main(store, pool, fabric)` with a store of its own."""
+    with BlockStore.open(tmp_path, LAYOUT, segment_bytes=1 << 17) as store, new_pool() as pool, \
+            Canaries() as canaries:
+        Case.canaries = canaries
+        in_link_time(lambda fabric: main(store, pool, fabric))
+    assert in_flight() == 0
+
+
+def check(case, request, what):
+    assert request.generated == EXPECTED, f"{what}: {request}"
+    assert case.canaries.give_back() == [], what
+    assert leaks(case.cluster) == [], what
+
+
+async def num_steps(store, pool, fabric, flow, **changes):
+    """Of the undisturbed request, which is also right."""
+    async with opened(store, fabric, flow, **changes) as cluster:
+        case = Case(cluster, store, pool)
+        request, steps = await case.run()
+        check(case, request, "undisturbed")
+        assert case.counted() == {} and request.num_hit_tokens == 16
+        assert {part.side for part in request.parts} == set(FLOWS[flow].sides)
+        return steps.count
+
+
+# ---- engines die
+
+@pytest.mark.parametrize("flow, victim", [
+    (flow, victim) for flow in FLOWS for victim in ("pe", "de", "h0")
+    if victim != "h0" or "h0" in FLOWS[flow].sides])
+def test_an_engine_dies_at_every_step(tmp_path, flow, victim):
+    seen = []
+
+    def kill(case):
+        serving, = case.cluster._routed
+        needed = not serving.request.finished if victim == DE else serving._in_prefill
+        seen.append("needed" if needed else "not needed")
+        case.cluster.kill(case.nodes[victim].name)
+
+    shape = {} if "any" in flow else {PE: {"num_decode": 1}, DE: {"num_prefill": 1}}[victim]
+
+    async def main(store, pool, fabric):
+        count = await num_steps(store, pool, fabric, flow, **shape)
+        for step in range(count):
+            for when in ("before", "after"):
+                what = f"{victim} dies {when} step {step} of {flow}"
+                async with opened(store, fabric, flow, **shape) as cluster:
+                    case = Case(cluster, store, pool)
+                    del seen[:]
+                    request, _ = await case.run(kill, step, when)
+                    check(case, request, what)
+                    counted = case.counted()
+                    counted.pop("persist_failures", 0)
+                    assert seen and counted.pop("engines_lost") == 1, what
+                    if seen == ["not needed"]:
+                        assert counted == {}, what
+                    elif victim == "h0":        # unless its part had been used up
+                        assert counted in ({}, {"read_failovers": 1}), what
+                    else:
+                        assert counted == {"reroutes": 1}, what
+                        assert case.nodes[victim].name in request.mended[0], what
+
+    run(tmp_path, main)
+
+
+# ---- transfers, blocks and storage fail: the engines stay
+
+def every_step(tmp_path, flow, fault, judge, whens=("before",), **changes):
+    """One cluster, a request a step, and `fault(case)` at that step; `judge(case, request, what)`
+    looks at the counters."""
+    async def main(store, pool, fabric):
+        count = await num_steps(store, pool, fabric, flow, **changes)
+        async with opened(store, fabric, flow, **changes) as cluster:
+            for step in range(count):
+                for when in whens:
+                    case, what = Case(cluster, store, pool), f"{when} step {step} of {flow}"
+                    request, _ = await case.run(fault, step, when)
+                    check(case, request, what)
+                    judge(case, request, what)
+
+    run(tmp_path, main)
+
+
+@pytest.mark.parametrize("flow, victim", [(flow, victim) for flow in FLOWS
+                                          for victim in ("pe", "de", "h0")
+                                          if victim != "h0" or "h0" in FLOWS[flow].sides])
+def test_a_nic_goes_into_error_at_every_step(tmp_path, flow, victim):
+    seen, retries = {}, []
+
+    def fail(case):
+        nic = case.nodes[victim].nic
+        seen["errors"] = nic.stats()["errors"]
+        nic._ext._fault(ext.STATUS, 1, 11)                      # REM_OP_ERR
+
+    def judge(case, request, what):
+        failed = case.nodes[victim].nic.stats()["errors"] > seen["errors"]
+        counted = case.counted()
+        assert bool(counted) == failed, what
+        assert counted.get("retries", 0) == request.num_retries <= 1, what
+        assert set(counted) <= {"retries", "persist_failures"}, what
+        if request.num_retries:
+            assert "REM_OP_ERR" in request.mended[0] or "FLUSH" in request.mended[0], what
+        retries.append(request.num_retries)
+
+    every_step(tmp_path, flow, fail, judge)
+    assert any(retries) == (flow != "any" or victim != "h0")        # it only answers there
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_completion_is_late_at_every_step(tmp_path, flow):
+    """All NICs tell 1 ms late of what they do in this step, and in what goes on beside it."""
+    def delay(case):
+        for engine in case.cluster.engines:
+            engine.nic._ext._fault(ext.DELAY, 0, 1_000_000)
+
+    def judge(case, request, what):
+        assert case.counted() == {}, what
+
+    every_step(tmp_path, flow, delay, judge)
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_writes_fail_from_any_step_on(tmp_path, flow):
+    lost = []
+
+    def fail(case):
+        case.nodes[DE].ring._ring._fault(WRITE, -5, count=1 << 20)
+
+    def judge(case, request, what):
+        counted = case.counted()
+        assert set(counted) <= {"persist_failures"}, what
+        lost.append(counted.get("persist_failures", 0))
+        stored = case.store.match(case.keys_of(request))
+        assert stored <= 7 - (lost[-1] > 0) and (lost[-1] > 0 or stored == 7), what
+
+    every_step(tmp_path, flow, fail, judge)
+    assert lost[0] == 3                         # of 7 blocks 4 were stored before
+
+
+@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_block_fails_its_checksum_at_every_step(tmp_path, flow, block):
+    hits = []
+
+    def flip(case):
+        assert spoil(case.store, case.keys[block])
+
+    def judge(case, request, what):
+        hits.append(request.num_hit_tokens)
+        replans = hits[-1] < 16
+        assert case.counted() == ({"replans": 1} if replans else {}), what
+        assert hits[-1] in (4 * block, 16), what
+
+    every_step(tmp_path, flow, flip, judge)
+    assert hits[0] == 4 * block and hits[-1] == 16      # read before it was spoilt
+
+
+@pytest.mark.parametrize("flow, victim", [(flow, side) for flow in FLOWS
+                                          for side in FLOWS[flow].sides])
+def test_a_storage_nic_stalls_at_every_step(tmp_path, flow, victim):
+    """It goes on once the request is past loading; what it reads then is nobody's any more."""
+    failovers = []
+
+    def stall(case):
+        ring = case.nodes[victim].ring._ring
+        ring._pause(True)
+        case.then = lambda step: step is not None and step.kind == STORAGE_READ or \
+            ring._pause(False)
+
+    def judge(case, request, what):
+        counted = case.counted()
+        failovers.append(counted.pop("read_failovers", 0))
+        assert counted == {}, what
+        assert failovers[-1] == request.num_read_failovers <= 1, what
+        if failovers[-1]:
+            sides = {part.side for part in request.parts}
+            assert victim not in sides and request.num_hit_tokens == 16, what
+            assert f"storage NIC of {case.nodes[victim].name}" in request.mended[0], what
+
+    every_step(tmp_path, flow, stall, judge, read_timeout_s=0.02)
+    assert failovers[0] == 1 and failovers[-1] == 0
