@@ -5,7 +5,7 @@ import sys
 import threading
 
 import kvio
-from kvio import bench_transfer, cli_qos, cli_store, doctor
+from kvio import bench_transfer, cli_analyze, cli_qos, cli_store, doctor
 from kvio.errors import KvioError
 
 
@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--quiet", action="store_true", help="no progress on stderr")
     command.set_defaults(run=_demo)
     bench_transfer.add_command(commands)
+    cli_analyze.add_command(commands)
     cli_qos.add_command(commands)
     cli_store.add_commands(commands)
     return top

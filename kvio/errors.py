@@ -11,7 +11,7 @@ import os as _os
 __all__ = [
     "BackendUnavailable", "BlocksMissing", "Busy", "Closed", "EngineLost", "FormatError",
     "InvalidArgument", "KvioError", "LayoutMismatch", "MappingFailed", "ModelMissing",
-    "OutOfBlocks", "ReadStalled", "RequestTooLong", "StoreError", "TransferError",
+    "OutOfBlocks", "PlotMissing", "ReadStalled", "RequestTooLong", "StoreError", "TransferError",
     "TransferTimeout", "checked_int", "errno_name",
 ]
 
@@ -50,6 +50,10 @@ class OutOfBlocks(KvioError, MemoryError):
 
 class ModelMissing(KvioError, ImportError):
     """The package that carries the language model's weights is not installed."""
+
+
+class PlotMissing(KvioError, ImportError):
+    """The package that draws is not installed; the message says its name."""
 
 
 class _OsError(KvioError, OSError):

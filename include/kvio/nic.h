@@ -392,6 +392,9 @@ int kvio_fabric_open(struct kvio_fabric **out, const struct kvio_fabric_params *
 void kvio_fabric_put(struct kvio_fabric *fabric);	/* freed with its last NIC */
 int kvio_fabric_advance(struct kvio_fabric *fabric, uint64_t to_ns);
 uint64_t kvio_fabric_now(struct kvio_fabric *fabric);
+/* No completion becomes visible before this time; UINT64_MAX: nothing is under way. Where packets
+ * wait for one another it is too early, never too late: advance, drive, ask again. */
+uint64_t kvio_fabric_next(struct kvio_fabric *fabric);
 
 /*
  * To another process of this host. Both rings are memfds, mapped here: `mine` is written by us and

@@ -210,6 +210,7 @@ cdef extern from "kvio/nic.h" nogil:
     void kvio_fabric_put(kvio_fabric *fabric)
     int kvio_fabric_advance(kvio_fabric *fabric, uint64_t to_ns)
     uint64_t kvio_fabric_now(kvio_fabric *fabric)
+    uint64_t kvio_fabric_next(kvio_fabric *fabric)
     int kvio_soft_fault(kvio_nic *nic, uint32_t fault, uint64_t nth, uint64_t value)
     struct kvio_soft_join:
         void *mine

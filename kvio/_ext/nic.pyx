@@ -88,6 +88,12 @@ cdef class Fabric:
     def now_ns(self) -> int:
         return kvio_fabric_now(self._fabric)
 
+    @property
+    def next_ns(self):
+        """No completion becomes visible before; None: nothing is under way."""
+        cdef uint64_t next_ns = kvio_fabric_next(self._fabric)
+        return None if next_ns == <uint64_t>-1 else next_ns
+
     def advance_to(self, uint64_t to_ns):
         """Move a virtual clock. Nothing happens until somebody drives."""
         check(kvio_fabric_advance(self._fabric, to_ns))

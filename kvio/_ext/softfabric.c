@@ -483,3 +483,13 @@ uint64_t kvio_fabric_now(struct kvio_fabric *fabric)
 	pthread_mutex_unlock(&fabric->domain.lock);
 	return now;
 }
+
+uint64_t kvio_fabric_next(struct kvio_fabric *fabric)
+{
+	uint64_t next;
+
+	kvio_domain_lock(&fabric->domain);
+	next = soft_next_visible_ns(fabric);
+	pthread_mutex_unlock(&fabric->domain.lock);
+	return next;
+}

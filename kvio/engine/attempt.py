@@ -3,17 +3,16 @@ import asyncio
 
 import numpy as np
 
-from kvio.engine.decode import DecodeEngine, drained
+from kvio.engine.decode import DecodeEngine
+from kvio.engine.moves import move
 from kvio.engine.prefill import Prefill
-from kvio.errors import Busy, Closed, TransferError
-from kvio.loader import (NIC_WRITE, RELEASE, Binding, Mover, insert_steps, load_steps,
+from kvio.errors import Closed, TransferError
+from kvio.loader import (RELEASE, Binding, Mover, buffer_order, insert_steps, load_steps,
                          persist_plan, run_plan)
 from kvio.loader.plan import DE_BUFFER, DE_HBM, side_of
 from kvio.scheduler import DE, PE
 
 __all__ = ["Attempt"]
-
-FENCE_S = 0.0005            # between two looks at a queue pair that has failed
 
 
 class Attempt:
@@ -34,18 +33,11 @@ class Attempt:
         self._queued = {part.side: part.num_tokens for part in parts}
         for side, num_tokens in self._queued.items():
             nodes[side].waiting_read_tokens += num_tokens
-        self._wanted = self._blocks()               # side -> blocks that are not held yet
-        for side, blocks in self._wanted.items():
-            nodes[side].wanted_blocks += len(blocks)
-
-    def _blocks(self) -> dict:
-        """Blocks of the request that each side's buffer has to hold, as ranges."""
-        size, found = self.layout.block_tokens, {}
-        for part in self.parts:
-            if part.side != DE:
-                found[part.side] = range(part.tokens[0] // size, part.tokens[1] // size)
-        found[DE] = range(self.layout.num_blocks(self.request.num_prompt_tokens))
-        return found
+        claims = buffer_order(self.layout, parts, request.num_prompt_tokens,
+                              lambda side: nodes[side].node_id)
+        self._wanted = {claim.side: claim for claim in claims}      # not held yet
+        for claim in claims:
+            nodes[claim.side].wanted_blocks += claim.num_blocks
 
     async def run(self, on_prefilled) -> None:
         """`on_prefilled()` is called when the PE is done with the request."""
@@ -67,45 +59,26 @@ class Attempt:
                 self._release_buffer(place)
 
     async def _take_buffers(self, binding):
-        """All buffers in one order for everybody (that of the nodes), so that nobody waits for
-        what a later one holds."""
-        for side in sorted(self._wanted, key=lambda side: self.nodes[side].node_id):
-            node, place, blocks = self.nodes[side], f"{side}_buffer", self._wanted[side]
-            ids = await node.buffer.acquire(len(blocks))
-            self._held[place] = ids
-            self._want_no_more(side)
-            # Block i of the request is block ids[i] of the place; before the part there is none.
-            binding.places[place] = node.buffer_place(np.concatenate(
-                [np.full(blocks.start, -1, np.int64), ids]))
+        """All buffers before the first read, in the order that is everybody's."""
+        for claim in list(self._wanted.values()):
+            node = self.nodes[claim.side]
+            self._held[claim.place] = ids = await node.buffer.acquire(claim.num_blocks)
+            self._want_no_more(claim.side)
+            # Block i of the request is block ids[i] of the place; before its first there is none.
+            binding.places[claim.place] = node.buffer_place(np.concatenate(
+                [np.full(claim.first, -1, np.int64), ids]))
 
     def _want_no_more(self, side):
-        blocks = self._wanted.pop(side, range(0))
-        self.nodes[side].wanted_blocks -= len(blocks)
+        claim = self._wanted.pop(side, None)
+        if claim is not None:
+            self.nodes[side].wanted_blocks -= claim.num_blocks
 
     async def _load(self, step, binding):
         self._leave_read_queue(step.side)           # from now on the ring counts it
         await self._move(step, binding)
 
     async def _move(self, step, binding):
-        """A move that has failed is over only when no late byte of it can land."""
-        try:
-            await self.mover.perform(step, binding)
-        except TransferError:
-            if step.kind == NIC_WRITE:
-                await drained([asyncio.ensure_future(self._fence(step))])
-            raise
-
-    async def _fence(self, step):
-        """Packets of a WRITE that has failed may still be on their way, but not past a queue pair
-        that was reset, or has gone: until then nobody gets the memory that they are for."""
-        peer = self.mover.peers.get((step.side, side_of(step.target)))
-        while peer is not None:
-            try:
-                return peer.reset()
-            except Busy:                            # others' transfers on it have still to flush
-                await asyncio.sleep(FENCE_S)
-            except (Closed, OSError):
-                return
+        await move(self.mover, step, binding)
 
     def _take_hbm(self, binding):
         blocks = self.layout.num_blocks(self.request.num_prompt_tokens
@@ -154,7 +127,7 @@ async def persist_prompt_block(engine: DecodeEngine, mover: Mover, block: int, i
     """Block `block` of a prompt, which lies in the DE buffer, to the store; then it is free."""
     try:
         steps = persist_plan(engine.layout, block, from_hbm=False)
-        await run_plan(steps, lambda step: mover.perform(step, binding))
+        await run_plan(steps, lambda step: move(mover, step, binding))
         engine.num_persisted_blocks += 1
     except (Closed, TransferError):
         engine.num_persist_failures += 1            # it costs reuse, not the request

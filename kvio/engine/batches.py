@@ -24,8 +24,8 @@ _LOOK_AHEAD = 64            # ready requests that are looked at at once
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """What a batch was: when it computed (now_s), and its predicted attention time (None where
-    no model says one). Chunks that failed are not counted."""
+    """What a batch was: when it computed (now_s), and its attention time (None where nobody says
+    one). Chunks that failed are not counted."""
 
     begin_s: float
     end_s: float
@@ -86,15 +86,17 @@ class Batch:
 
 class Batches:
     """The batches of one prefill engine. `workspaces` are HBM, one for each batch that is being
-    computed or fetched. `quota_s` None: one whole request a batch.
+    computed or fetched. `quota_s` None: one whole request a batch. `attention_time` predicts for
+    the quota, `taken_time` says for the records what it took; both (cached, new) -> seconds.
 
     A job has `request_id`, `num_cached_tokens` (with KV, or about to be computed), `num_tokens`,
     its `chunks` so far, and `begin(chunk)`, which is called once for each.
     """
 
-    def __init__(self, layout, workspaces, quota_s=None, attention_time=None):
+    def __init__(self, layout, workspaces, quota_s=None, attention_time=None, taken_time=None):
         self.layout, self._free = layout, list(workspaces)
         self.quota_s, self.attention_time = quota_s, attention_time
+        self._taken_time = taken_time or attention_time
         self.records = []                       # a BatchRecord for each that has computed
         self._ready, self._order = deque(), deque()
         self._computing = None                  # the chunk that has the stream
@@ -213,7 +215,9 @@ class Batches:
         self._fill()
 
     def _release(self, batch):
-        if not batch.open and batch.num_finished == len(batch.chunks) and batch.workspace is not None:
+        if batch.workspace is None or batch.open:
+            return
+        if batch.num_finished == len(batch.chunks):
             batch.workspace.clear()
             self._free.append(batch.workspace)
             batch.workspace = None
@@ -223,8 +227,8 @@ class Batches:
     def _note(self, batch):
         works = [chunk.work for chunk in batch.chunks if not chunk.gone]
         if works:
-            attention = None if self.attention_time is None else sum(
-                self.attention_time(w.num_cached_tokens, w.num_new_tokens) for w in works)
+            attention = None if self._taken_time is None else sum(
+                self._taken_time(w.num_cached_tokens, w.num_new_tokens) for w in works)
             self.records.append(BatchRecord(
                 batch.begin_s, now_s(), len(works), sum(w.num_cached_tokens for w in works),
                 sum(w.num_new_tokens for w in works), attention))

@@ -1,8 +1,8 @@
 """The engines' clock is that of the event loop they run in: monotonic time, or link time.
 
 In link time (`run_in_link_time`) nothing waits for a wall clock. Whenever no task can go on, the
-virtual clock of a `Fabric` moves; timers and transfers are due by it. So a run gives the same
-figures on any machine, however slow or busy, and its bytes are moved all the same.
+virtual clock of a `Fabric` moves on to the next timer or completion that is due by it. So a run
+gives the same figures on any machine, however slow or busy, and its bytes are moved all the same.
 """
 import asyncio
 import selectors
@@ -11,8 +11,6 @@ from kvio import completion
 from kvio.transfer import Nic
 
 __all__ = ["now_s", "run_in_link_time", "sleep_until"]
-
-STEP_NS = 5000          # how far time moves at once: so late at most is a completion noticed
 
 
 def now_s() -> float:
@@ -39,10 +37,13 @@ class _LinkTimeSelector(selectors.DefaultSelector):
         ready = super().select(0)
         if ready or (timeout is not None and timeout <= 0):
             return ready
-        if timeout is None and not completion.in_flight():
+        due = self._fabric.next_ns if completion.in_flight() else None
+        wait = [] if due is None else [due - self._fabric.now_ns]
+        if timeout is not None:
+            wait.append(round(timeout * 1e9))
+        if not wait:
             return super().select(None)         # nothing is due here: somebody outside wakes us
-        self._fabric.advance(STEP_NS if timeout is None else
-                             min(STEP_NS, max(1, round(timeout * 1e9))))
+        self._fabric.advance(max(1, min(wait)))
         self._nic.poll()
         return super().select(0)
 

@@ -9,7 +9,8 @@ import contextlib
 from dataclasses import dataclass
 
 from kvio.engine.collectives import CollectiveSetting, Collectives
-from kvio.engine.decode import DecodeEngine, drained
+from kvio.engine.decode import DecodeEngine
+from kvio.engine.moves import drained
 from kvio.engine.oracle import CopyMover, MemoryStore
 from kvio.engine.prefill import PrefillEngine
 from kvio.engine.request import MENDED, EngineRequest, usable_hits
@@ -26,6 +27,7 @@ from kvio.transfer import KV, Fabric, Nic, TrafficClass
 __all__ = ["Cluster", "ClusterConfig", "MODES"]
 
 MODES = ("none", "basic", "dualpath", "oracle")
+INF = float("inf")
 _POLICIES = {"none": "pe", "basic": "pe", "dualpath": "shorter_queue", "oracle": "pe"}
 
 
@@ -375,7 +377,10 @@ class Cluster:
     @property
     def _snic_tokens_per_s(self):
         """All nodes have the same storage NIC: one that is not paced counts as 1."""
-        return self.config.snic_bytes_per_s / sum(self.layout.layer_bytes_per_token) or 1.0
+        return self._in_tokens(self.config.snic_bytes_per_s) or 1.0
+
+    def _in_tokens(self, nbytes):
+        return nbytes / sum(self.layout.layer_bytes_per_token)
 
     def _ring(self, node):
         """The node's ring as a request uses it: it does not wait for ever, unless it is to."""
@@ -393,7 +398,8 @@ class Cluster:
             queue = engine.read_queue_tokens if engine.ring is not None else 0
             figures = engine.engine_id, node, engine.num_requests, engine.num_tokens, queue
             lends = {"snic_tokens_per_s": self._snic_tokens_per_s,
-                     "lend_tokens": engine.lend_tokens if engine.ring is not None else 0}
+                     "lend_tokens": engine.lend_tokens if engine.ring is not None else 0,
+                     "lend_tokens_per_s": self._in_tokens(self.config.cnic_bytes_per_s) or INF}
             if node < len(self.prefill):
                 prefill.append(EngineReport(*figures, **lends))
             else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvio.engine.decode import drained
+from kvio.engine.moves import drained
 from kvio.errors import Busy, Closed, InvalidArgument, TransferError
 from kvio.layout import WR_DTYPE, WRITE
 from kvio.transfer import COLLECTIVE, Access, TrafficClass

@@ -1,11 +1,10 @@
 """A node of the embedded cluster: one storage NIC, one DRAM buffer, one engine with its NIC."""
 import asyncio
-from collections import deque
 
 import numpy as np
 
-from kvio.errors import InvalidArgument, OutOfBlocks
 from kvio.layout import BlockLayout
+from kvio.loader.admission import Budget
 from kvio.loader.mover import Place
 from kvio.memory import BlockPool
 from kvio.transfer import Access
@@ -14,59 +13,51 @@ __all__ = ["Buffer", "Node"]
 
 
 class Buffer:
-    """A DRAM buffer of Full Blocks that requests wait for, first come first served.
+    """A DRAM buffer of Full Blocks that requests wait for: a `Budget` and the blocks themselves.
 
-    All blocks of a request are taken at once, so two requests never hold half of what each needs.
+    Blocks that a transfer still touches are free only when it has drained, and `regrant` is called.
     """
 
     def __init__(self, pool: BlockPool):
-        self.pool, self._waiting = pool, deque()
+        self.pool, self._budget = pool, Budget.of(pool.num_blocks)
+        self.num_most_held = 0                      # ever
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for blocks."""
+        return len(self._budget.waiting)
 
     async def acquire(self, num_blocks: int) -> np.ndarray:
         """Block ids; InvalidArgument if the buffer could never hold that many."""
-        if num_blocks > self.pool.num_blocks:
-            raise InvalidArgument(f"a request needs {num_blocks} blocks of a buffer that has "
-                                  f"{self.pool.num_blocks}: enlarge the buffer")
-        if not self._waiting:
-            try:
-                return self.pool.alloc(num_blocks)
-            except OutOfBlocks:
-                pass
         turn = asyncio.get_running_loop().create_future()
-        entry = num_blocks, turn
-        self._waiting.append(entry)
+        turn.num_blocks = num_blocks
+        self._let_in(self._budget.ask(turn, num_blocks))
         try:
             return await turn
         except asyncio.CancelledError:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-            elif turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled():
                 self.release(turn.result())         # granted and cancelled in the same instant
+            else:
+                self._let_in(self._budget.withdraw(turn))
             raise
-        finally:
-            self._grant()
 
     def release(self, ids: np.ndarray) -> None:
         """Give blocks back and let the next requests have theirs."""
         self.pool.free(ids)
-        self._grant()
+        self.regrant()
 
     def regrant(self) -> None:
-        """Blocks that were released while a device still used them have become free."""
-        self._grant()
+        """What a device still used when it was released may have become free since."""
+        self._let_in(self._budget.give_back(max(0, self.pool.num_free - self._budget.free)))
 
-    def _grant(self):
-        while self._waiting:
-            num_blocks, turn = self._waiting[0]
+    def _let_in(self, answer):
+        self._budget, owners = answer
+        for turn in owners:
             if turn.cancelled():                    # and its task has not heard of it yet
-                self._waiting.popleft()
-                continue
-            try:
-                ids = self.pool.alloc(num_blocks)
-            except OutOfBlocks:
-                return
-            self._waiting.popleft()
-            turn.set_result(ids)
+                self._let_in(self._budget.give_back(turn.num_blocks))
+            else:
+                turn.set_result(self.pool.alloc(turn.num_blocks))
+        self.num_most_held = max(self.num_most_held, self._budget.capacity - self._budget.free)
 
 
 class Node:

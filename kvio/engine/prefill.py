@@ -9,7 +9,7 @@ import numpy as np
 
 from kvio.engine.batches import Batches
 from kvio.engine.clock import now_s
-from kvio.engine.decode import drained
+from kvio.engine.moves import drained
 from kvio.engine.node import Node
 from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout, Side
@@ -77,7 +77,8 @@ class PrefillEngine(Node):
         super().__init__(node_id, name, layout, ring, nic, buffer_blocks, Access.REMOTE_READ)
         self.engine_id, self.compute, self.depth = engine_id, compute, depth
         batch_tokens = max_tokens if batch_tokens is None else batch_tokens
-        attention_time = attention_time or getattr(compute, "attention_time", None)
+        own_time = getattr(compute, "attention_time", None)
+        attention_time = attention_time or own_time
         if batch_tokens < max_tokens:
             raise InvalidArgument(f"batch_tokens {batch_tokens} would not hold a request of "
                                   f"max_tokens {max_tokens}: raise it")
@@ -87,12 +88,12 @@ class PrefillEngine(Node):
         access = Access.LOCAL_WRITE | (Access.REMOTE_WRITE if pushed else Access(0))
         self.workspaces = [Workspace(layout, batch_tokens, depth, nic, access)
                            for _ in range(num_workspaces)]
-        self.batches = Batches(layout, self.workspaces, quota_s, attention_time)
+        self.batches = Batches(layout, self.workspaces, quota_s, attention_time, own_time)
         self.num_requests = self.num_tokens = 0     # assigned and not yet prefilled
 
     @property
     def batch_attention_s(self) -> list:
-        """The attention time of each batch so far, in order."""
+        """The attention time of each batch so far, in order: the compute's, where it knows."""
         return [record.attention_s for record in self.batches.records]
 
 

@@ -2,7 +2,8 @@
 import asyncio
 
 from kvio.engine.attempt import Attempt
-from kvio.engine.decode import Sequence, drained
+from kvio.engine.decode import Sequence
+from kvio.engine.moves import drained
 from kvio.engine.rerouting import Recovery, TryAgain, recovered
 from kvio.errors import BlocksMissing, Closed, EngineLost, ReadStalled, TransferError
 from kvio.loader import Mover

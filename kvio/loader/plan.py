@@ -13,7 +13,8 @@ is sent there. *Insertion*: the DE buffer goes into DE HBM, and decode begins.
 
 PE read path: one part, read by the PE. DE read path: one part, read by the DE, so that only miss
 KV is sent back. Split: the DE reads the first blocks, the PE the rest. Any node: helpers have
-parts as well. Push: the DE and the helpers write their parts into PE HBM, the PE reads its own.
+parts as well. Push: who holds a part writes it into PE HBM, instead of the PE reading it (its own
+one by loop-back): the blocks of a layer lie one after the other there, so a write gathers many.
 """
 import re
 from collections import Counter
@@ -245,8 +246,7 @@ def _inputs(parts, num_hit_tokens, start, push):
     found = []
     for part in parts:
         arrows = {"pe": ("PE 3", "PE 4"), "de": ("DE 3", "DE 4", "DE 5")}.get(part.side, ())
-        pushed = push and part.side != "pe"
-        found.append((NIC_WRITE if pushed else NIC_READ, part.side if pushed else "pe",
+        found.append((NIC_WRITE if push else NIC_READ, part.side if push else "pe",
                       part.buffer, part.tokens, arrows))
     if start > num_hit_tokens:              # what the chunks before have computed
         found.append((NIC_WRITE if push else NIC_READ, "de" if push else "pe", DE_BUFFER,

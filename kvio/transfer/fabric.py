@@ -42,6 +42,13 @@ class Fabric:
         """The fabric's clock."""
         return self._ext.now_ns
 
+    @property
+    def next_ns(self) -> int | None:
+        """No completion becomes visible before this time on the fabric's clock; None: nothing is
+        under way. Where packets wait for one another it may be too early: advance, drive, ask
+        again."""
+        return self._ext.next_ns
+
     def advance(self, ns: int) -> int:
         """Move a virtual clock on; what is due then happens when somebody drives."""
         try:

@@ -97,8 +97,7 @@ def test_each_step_ends_with_its_exchanges_and_their_bytes_are_counted_in_their_
     took, gaps, stats, errors = run(use, config(
         kv_class=bulk, collectives=CollectiveSetting(8192, 4, mine)))
     assert len(took) == 5 * 4 and errors == 0           # the first token comes from prefill
-    # what has to be noticed between two exchanges is noticed at most one step of the clock late
-    assert all(1e-4 + 4 * 8192 / RATE <= gap < 1e-4 + 4 * (8192 / RATE + 12e-6) for gap in gaps)
+    assert gaps == [pytest.approx(1e-4 + 4 * 8192 / RATE, abs=2e-8)] * len(gaps)
     assert sum(s["by_class"]["mine"]["tx_bytes"] for s in stats) == 20 * 8192
     assert sum(s["by_class"]["bulk"]["rx_bytes"] for s in stats) == 2 * 50 * 3 * 64
     assert all(set(s["by_class"]) <= {"mine", "bulk"} for s in stats)

@@ -1,0 +1,113 @@
+"""Storage in link time: bytes, times and figures of a storage NIC that is a soft NIC."""
+import asyncio
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvio.engine.clock import now_s, run_in_link_time
+from kvio.engine.link_storage import LinkStore
+from kvio.errors import InvalidArgument, OutOfBlocks
+from kvio.layout import BlockLayout, block_keys
+from kvio.memory import BlockPool
+from kvio.transfer import Fabric
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import grid                                         # noqa: E402
+
+LAYOUT = BlockLayout(2, 4, [8, 24])                 # 128 bytes a block
+RATE = 128_000                                      # a block a millisecond
+KEYS = block_keys(range(40 * 4), LAYOUT)
+
+
+def block(i):
+    return np.random.default_rng(i).integers(0, 256, 128, np.uint8)
+
+
+def fill(i, target):
+    target.reshape(-1)[:] = block(i)
+
+
+def in_link_time(use, num_blocks=50):
+    """`await use(store, pool)`; its result."""
+    fabric = Fabric("virtual")
+    store = LinkStore(LAYOUT, fabric, num_blocks)
+    with BlockPool(LAYOUT, 40) as pool:
+        try:
+            return run_in_link_time(use(store, pool), fabric)
+        finally:
+            store.close()
+
+
+def test_blocks_arrive_whole_and_take_their_bytes_over_the_rate():
+    async def use(store, pool):
+        store.prime(KEYS[:30], fill)
+        ring = store.open_ring(read_bytes_per_s=RATE, write_bytes_per_s=RATE)
+        ids = pool.alloc(30)
+        reading = asyncio.ensure_future(ring.read(KEYS[:40], pool, np.concatenate([ids, ids[:10]])))
+        await asyncio.sleep(0)
+        assert ring.read_queue == (30 * 128, 30 * 4)
+        await asyncio.sleep(0.020)                  # the first sixteen have arrived
+        assert ring.read_queue.tokens == 14 * 4
+        assert await reading == 30 and now_s() == pytest.approx(0.030, abs=1e-8)
+        assert all((pool.full(b).reshape(-1) == block(i)).all() for i, b in enumerate(ids))
+        stats = ring.stats()
+        assert (stats["read_bytes"], stats["write_bytes"]) == (30 * 128, 0)
+        assert stats["read_busy_ns"] == pytest.approx(30e6, abs=20)
+        ring.close()
+        pool.free(ids)
+    in_link_time(use)
+
+
+def test_what_is_written_is_found_once_it_is_over_and_reads_go_beside_it():
+    async def use(store, pool):
+        store.prime(KEYS[:10], fill)
+        ring = store.open_ring(read_bytes_per_s=RATE, write_bytes_per_s=RATE)
+        ids, more = pool.alloc(10), pool.alloc(10)
+        for i, b in enumerate(ids):
+            fill(10 + i, pool.full(b))
+        writing = asyncio.ensure_future(ring.write(KEYS[10:20], pool, ids))
+        assert await ring.read(KEYS[:10], pool, more) == 10
+        assert now_s() == pytest.approx(0.010, abs=1e-8)        # a direction each
+        await writing
+        assert store.match(KEYS) == 20 and len(store) == 20
+        await ring.write(KEYS[10:20], pool, ids)                # again: nothing is kept twice
+        assert store.pool.num_free == 30
+        assert await ring.read(KEYS[10:20], pool, more) == 10
+        assert all((pool.full(b).reshape(-1) == block(10 + i)).all() for i, b in enumerate(more))
+        ring.close()
+        pool.free(np.concatenate([ids, more]))
+    in_link_time(use)
+
+
+def test_windows_hold_every_byte_where_its_time_was():
+    async def use(store, pool):
+        store.prime(KEYS, fill)
+        ring = store.open_ring(read_bytes_per_s=1280, write_bytes_per_s=1280)     # 10 blocks a s
+        ids = pool.alloc(25)
+        assert ring.busy_windows()[2].size == 0
+        await ring.read(KEYS[:25], pool, ids)
+        start, window_ns, nbytes = ring.busy_windows()
+        ring.close()
+        pool.free(ids)
+        return start, window_ns, nbytes.tolist()
+    assert in_link_time(use) == (0, 10**9, [pytest.approx(1280), pytest.approx(1280),
+                                            pytest.approx(640)])
+
+
+def test_what_it_cannot_do_is_said():
+    async def use(store, pool):
+        with pytest.raises(InvalidArgument, match="one rate"):
+            store.open_ring(read_bytes_per_s=1, write_bytes_per_s=2)
+        with pytest.raises(OutOfBlocks):
+            store.prime(KEYS, fill)
+    in_link_time(use, num_blocks=39)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_the_grid_gives_the_same_figures_every_time(number):
+    """And right bytes under every policy: `grid.run` refuses wrong ones."""
+    config = grid.draw(number)
+    for policy in grid.POLICIES:
+        assert grid.run(config, policy) == grid.run(config, policy)
