@@ -130,11 +130,15 @@ class Prefill:
     def begin(self, chunk) -> None:
         """Called by `batches`: the chunk has its HBM."""
         self.chunks.append(chunk)
-        task = asyncio.ensure_future(_Stay(self, chunk).run())
+        stay = _Stay(self, chunk)
+        task = asyncio.ensure_future(stay.run())
         self._tasks.append(task)
-        task.add_done_callback(lambda task: self._over(task, chunk))
+        task.add_done_callback(lambda task: self._over(task, stay))
 
-    def _over(self, task, chunk):
+    def _over(self, task, stay):
+        chunk = stay.chunk
+        if not stay.begun:                          # it was cancelled before it had a turn
+            self.engine.batches.finish(chunk)
         failure = None if task.cancelled() else task.exception()
         if self._ended.done():
             return
@@ -154,11 +158,11 @@ class _Stay:
         self.workspace = chunk.batch.workspace
         self.binding = Binding(job.binding.keys, {
             **job.binding.places, PE_HBM: self.workspace.place(chunk.first_block)})
-        self._state, self._computed_s = None, chunk.made_s
+        self._state, self._computed_s, self.begun = None, chunk.made_s, False
         self._ready, self._clean = {}, set()        # layer -> when its last input was there
 
     async def run(self):
-        job, batches = self.job, self.engine.batches
+        job, batches, self.begun = self.job, self.engine.batches, True
         steps = chunk_steps(self.engine.layout, job.parts, job.request.num_hit_tokens,
                             self.chunk.tokens, self.engine.depth, push=job.push,
                             last=self.chunk.last)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from failing import (FLOWS, LAYOUT, WRITE, Canaries, Steps, compute, config, in_flight,
-                     in_link_time, leaks, new_pool, prime, right_tokens, settled, spoil)
+                     in_link_time, leaks, new_pool, pause, prime, right_tokens, settled,
+                     spoil)
 from kvio._ext import nic as ext
 from kvio.engine.cluster import Cluster
 from kvio.layout import block_keys
@@ -67,7 +68,7 @@ class Case:
             for kind in (ext.STATUS, ext.DELAY):
                 engine.nic._ext._fault(kind, 0, 0)
             engine.ring._ring._fault(0, 0)
-            engine.ring._ring._pause(False)
+            pause(engine, False)
 
     def counted(self):
         """What the counters have counted since this case began."""
@@ -247,10 +248,9 @@ def test_a_storage_nic_stalls_at_every_step(tmp_path, flow, victim):
     failovers = []
 
     def stall(case):
-        ring = case.nodes[victim].ring._ring
-        ring._pause(True)
+        pause(case.nodes[victim], True)
         case.then = lambda step: step is not None and step.kind == STORAGE_READ or \
-            ring._pause(False)
+            pause(case.nodes[victim], False)
 
     def judge(case, request, what):
         counted = case.counted()
