@@ -6,6 +6,7 @@ another storage NIC, or just once more. Each time is counted at the request and 
 Engines that die are the cluster's affair: it routes anew.
 """
 import asyncio
+import errno
 import numbers
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from kvio.scheduler import DE, PE, Part
 
 __all__ = ["NextTry", "PatientRing", "Recovery", "TryAgain", "parts_until", "recovered"]
 
+_STALLED = object()
 RECOVER_S = 0.001, 0.05         # between two looks at whether queue pairs are idle: first, most
 
 
@@ -22,8 +24,8 @@ class Recovery:
     """How much an engine puts up with.
 
     max_attempts: how often one stage of a request is tried when transfers fail, the first try
-    included. read_timeout_s: a storage NIC with a read to do that has completed nothing for so
-    long has stalled; None: it is waited for, however long.
+    included. read_timeout_s: a storage NIC that has something to do and has completed nothing for
+    so long has stalled; None: it is waited for, however long.
     """
 
     max_attempts: int = 3
@@ -43,59 +45,65 @@ class Recovery:
 # ---- stalled storage
 
 class PatientRing:
-    """A node's ring, whose reads end with ReadStalled when it has stalled.
+    """A node's ring, which is given up when it has stalled: a read ends with ReadStalled, a write
+    with TransferError (ETIMEDOUT).
 
-    A long queue is no stall: patience begins anew whenever the ring has completed something,
-    until it has completed as much as was outstanding when the read was submitted, and the read
-    with it if it serves in order. The read that is given up goes on, and keeps its memory until it
-    has drained; then `on_drain()` is called.
+    A long queue is no stall: patience begins anew whenever the ring has completed something; for
+    a read only until it has completed as much as was outstanding before it, and the read with it
+    if it serves in order. What is given up goes on, and keeps its memory until it has drained;
+    then `on_drain()` is called.
     """
 
     def __init__(self, name: str, ring, timeout_s: float, strays: set, on_drain):
         self.name, self.ring, self.timeout_s = name, ring, timeout_s
         self._strays, self._on_drain = strays, on_drain
 
-    def write(self, keys, pool, block_ids):
-        """As `Ring.write`: nobody waits for what is written but those who free its memory."""
-        return self.ring.write(keys, pool, block_ids)
-
     async def read(self, keys, pool, block_ids) -> int:
         """As `Ring.read`, awaited: the usable blocks; ReadStalled."""
-        before = self._completed()
-        transfer = self.ring.read(keys, pool, block_ids)
-        due = before + self.ring.read_queue.nbytes
-        while True:
-            waiting = asyncio.ensure_future(_result(transfer))
-            try:
-                done, _ = await asyncio.wait([waiting], timeout=self.timeout_s)
-            finally:
-                if not waiting.done():
-                    waiting.cancel()                # the await, not the read
-            if done:
-                return waiting.result()
-            completed = self._completed()
-            if completed == before or completed >= due:
-                break
-            before = completed
-        self._leave(transfer)
-        raise ReadStalled(f"the storage NIC of {self.name} has a read of {len(block_ids)} blocks "
-                          f"and has completed nothing for {self.timeout_s} s: its device or "
-                          "network hangs; the read keeps its memory until it ends", self.name)
+        result = await self._patiently(self.ring.read(keys, pool, block_ids), "read_bytes")
+        if result is _STALLED:
+            raise ReadStalled(self._why("read", block_ids), self.name)
+        return result
 
-    def _completed(self):
-        return self.ring.stats()["read_bytes"]
+    async def write(self, keys, pool, block_ids) -> None:
+        """As `Ring.write`, awaited."""
+        result = await self._patiently(self.ring.write(keys, pool, block_ids), "write_bytes")
+        if result is _STALLED:
+            raise TransferError(errno.ETIMEDOUT, self._why("write", block_ids))
 
-    def _leave(self, transfer):
+    def _why(self, what, block_ids):
+        return (f"the storage NIC of {self.name} has a {what} of {len(block_ids)} blocks to do and "
+                f"has completed nothing for {self.timeout_s} s: its device or network hangs; the "
+                f"{what} keeps its memory until it ends")
+
+    async def _patiently(self, transfer, figure):
+        task, due = asyncio.ensure_future(_result(transfer)), None
+        before = self.ring.stats()[figure]
+        try:
+            while True:
+                done, _ = await asyncio.wait([task], timeout=self.timeout_s)
+                if done:
+                    return task.result()
+                completed = self.ring.stats()[figure]
+                if completed == before or (due is not None and completed >= due):
+                    return _STALLED
+                if due is None and figure == "read_bytes":
+                    due = completed + self.ring.read_queue.nbytes
+                before = completed
+        finally:
+            if not task.done():
+                self._leave(task)
+
+    def _leave(self, task):
         """Somebody sees it drain: only then are its blocks free, and others get them."""
-        stray = asyncio.ensure_future(_result(transfer))
-        self._strays.add(stray)
+        self._strays.add(task)
 
         def ended(task):
             self._strays.discard(task)
             if not task.cancelled():
                 task.exception()                    # retrieved: nobody wants its blocks
             self._on_drain()
-        stray.add_done_callback(ended)
+        task.add_done_callback(ended)
 
 
 async def _result(transfer):

@@ -151,6 +151,7 @@ class Serving:
         self.request.note(following.figure, following.why)
         self.request.parts = following.parts
         self.request.num_hit_tokens = following.num_hit_tokens
+        self._attempt.leave_read_queues()           # it may never have begun
         self._attempt = self._try(following.parts)
 
     async def _decode(self, sequence):

@@ -258,6 +258,7 @@ def test_a_storage_nic_stalls_at_every_step(tmp_path, flow, victim):
     def judge(case, request, what):
         counted = case.counted()
         failovers.append(counted.pop("read_failovers", 0))
+        counted.pop("persist_failures", 0)      # of a write that it was to do
         assert counted == {}, what
         assert failovers[-1] == request.num_read_failovers <= 1, what
         if failovers[-1]:
@@ -375,6 +376,25 @@ def test_both_storage_nics_stall_and_all_is_computed(tmp_path):
             assert request.num_hit_tokens == 0 and request.parts == ()
             assert case.counted() == {"read_failovers": 2}
             assert [each.split(":")[0] for each in request.mended] == ["read_failovers"] * 2
+
+    run(tmp_path, main)
+
+
+def test_a_stalled_write_costs_reuse_and_no_request_waits_for_it(tmp_path):
+    async def main(store, pool, fabric):
+        async with opened(store, fabric, "pe", read_timeout_s=0.01) as cluster:
+            case = Case(cluster, store, pool)
+
+            def stall(n, when, step):
+                pause(case.nodes[DE], True)
+            with Steps(stall).watched():
+                request = await cluster.generate(case.session, PROMPT, NUM_NEW)
+            assert request.generated == EXPECTED and case.counted() == {"persist_failures": 3}
+            pool_of = case.nodes[DE].buffer.pool
+            assert pool_of._leaving.sum() == 3          # nobody gets these yet
+            pause(case.nodes[DE], False)
+            await settled(cluster)
+            check(case, request, "later")
 
     run(tmp_path, main)
 
