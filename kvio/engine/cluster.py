@@ -267,6 +267,7 @@ class Cluster:
         finally:
             del self._serving[task]
             ended.set_result(None)
+            task = None                             # which holds what it ends by, and that us
 
     async def _generate(self, session, prompt, num_new_tokens):
         config, namespace = self.config, self.config.namespace(session)

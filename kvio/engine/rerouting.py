@@ -193,6 +193,10 @@ class TryAgain:
         error.__cause__ = failure
         return error
 
+    def forget(self) -> None:
+        """The request is over. Failures have tracebacks, which would keep HBM alive."""
+        self._failures = []
+
     def _others(self, parts):
         """Sides that have no part and may have one, as (side, node_id)."""
         taken = {part.side for part in parts} | self._bad

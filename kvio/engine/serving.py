@@ -55,6 +55,7 @@ class Serving:
                 await drained([self._work])
             failure, self._work = outcome(self._work), None
             self._give_back()                       # it may have been cancelled before it began
+            self._try_again.forget()
         if failure is None:
             return
         try:

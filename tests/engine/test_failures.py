@@ -7,6 +7,7 @@ of KV, and the counters say what has happened, neither more nor less.
 """
 import asyncio
 import contextlib
+import gc
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from kvio.engine.cluster import Cluster
 from kvio.errors import EngineLost, InvalidArgument, TransferError
 from kvio.layout import block_keys
 from kvio.loader.plan import NIC_READ, STORAGE_READ
+from kvio.memory import LayerPool
 from kvio.scheduler import DE, PE
 from kvio.scheduler.quota import AttentionModel
 from kvio.storage import BlockStore
@@ -433,3 +435,35 @@ def test_engines_die_in_the_other_modes(mode):
             assert leaks(cluster) == []
 
     in_link_time(main)
+
+
+@pytest.mark.parametrize("fault", ["none", "kill", "block", "cancel"])
+def test_failures_leave_no_memory_to_the_garbage_collector(tmp_path, fault):
+    """Errors have tracebacks, and those have frames: none of them may keep a cluster alive."""
+    async def main(store, pool, fabric):
+        conf = config("split", num_prefill=1)
+        async with Cluster(conf, "dualpath", store, compute, fabric) as cluster:
+            keys = prime(store, pool, conf, "a", PROMPT[:16])
+
+            if fault == "block":
+                spoil(store, keys[2])
+            task = asyncio.ensure_future(cluster.generate("a", PROMPT, NUM_NEW))
+            await asyncio.sleep(1e-5)               # it is being prefilled
+            if fault == "kill":
+                cluster.kill(next(e.name for e in cluster.decode if e.num_requests))
+            elif fault == "cancel":
+                task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled() == (fault == "cancel")
+            mended = [] if task.cancelled() else task.result().mended
+            assert len(mended) == (fault in ("kill", "block"))
+            await settled(cluster)
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(tmp_path, main, watched=False)
+        clusters = [o for o in gc.get_objects() if isinstance(o, (Cluster, LayerPool))]
+        assert clusters == []
+    finally:
+        gc.enable()
