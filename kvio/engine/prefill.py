@@ -135,7 +135,11 @@ class Prefill:
         task.add_done_callback(lambda task: self._over(task, chunk))
 
     def _over(self, task, chunk):
-        failure = None if task.cancelled() else task.exception()
+        """Here, because a task that is cancelled before it begins does not even end."""
+        failure = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if failure is not None:
+            self.engine.batches.give_up(chunk, failure)
+        self.engine.batches.finish(chunk)
         if self._ended.done():
             return
         if task.cancelled():
@@ -158,17 +162,11 @@ class _Stay:
         self._ready, self._clean = {}, set()        # layer -> when its last input was there
 
     async def run(self):
-        job, batches = self.job, self.engine.batches
+        job = self.job
         steps = chunk_steps(self.engine.layout, job.parts, job.request.num_hit_tokens,
                             self.chunk.tokens, self.engine.depth, push=job.push,
                             last=self.chunk.last)
-        try:
-            await run_plan(steps, self._perform)
-        except BaseException as failed:
-            batches.give_up(self.chunk, failed)     # also if it never began a step
-            raise
-        finally:
-            batches.finish(self.chunk)
+        await run_plan(steps, self._perform)
 
     async def _perform(self, step):
         try:
