@@ -6,6 +6,7 @@ another storage NIC, or just once more. Each time is counted at the request and 
 Engines that die are the cluster's affair: it routes anew.
 """
 import asyncio
+import numbers
 from dataclasses import dataclass
 
 from kvio.errors import BlocksMissing, Closed, InvalidArgument, ReadStalled, TransferError
@@ -33,7 +34,8 @@ class Recovery:
                 self.max_attempts < 1:
             raise InvalidArgument("max_attempts counts the first try: an int, 1 or more, not "
                                   f"{self.max_attempts!r}")
-        if self.read_timeout_s is not None and not self.read_timeout_s > 0:
+        if self.read_timeout_s is not None and not (
+                isinstance(self.read_timeout_s, numbers.Real) and self.read_timeout_s > 0):
             raise InvalidArgument("read_timeout_s is more than 0 seconds, or None to wait for "
                                   f"ever, not {self.read_timeout_s!r}")
 

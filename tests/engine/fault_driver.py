@@ -19,7 +19,7 @@ import traceback
 from dataclasses import dataclass, field
 
 from failing import (FLOWS, LAYOUT, READ, WRITE, Canaries, Steps, compute, config, in_flight,
-                     in_link_time, leaks, new_pool, prime, right_tokens, settled, spoil)
+                     in_link_time, leaks, new_pool, pause, prime, right_tokens, settled, spoil)
 from kvio._ext import nic as ext
 from kvio.engine.cluster import Cluster
 from kvio.errors import Closed, EngineLost, KvioError, TransferError
@@ -180,19 +180,17 @@ class Run:
         engine = self._engine(fault)
         if engine is not None:
             engine.nic._ext._fault(ext.DELAY, 0, int(2e6 * fault.size))
-            loop.call_later(0.004, self._end, engine, lambda: engine.nic._ext._fault(
-                ext.DELAY, 0, 0))
+            loop.call_later(0.004, self._end_delay, engine)
 
     def _stall(self, fault, loop):
         engine = self._engine(fault)
         if engine is not None:
-            engine.ring._ring._pause(True)
-            loop.call_later(0.04 * fault.size, self._end, engine,
-                            lambda: engine.ring._ring._pause(False))
+            pause(engine, True)
+            loop.call_later(0.04 * fault.size, pause, engine, False)
 
-    def _end(self, engine, undo):
-        with contextlib.suppress(ValueError):       # it has died meanwhile
-            undo()
+    def _end_delay(self, engine):
+        if engine.name not in self.cluster.lost:
+            engine.nic._ext._fault(ext.DELAY, 0, 0)
 
     def _read_error(self, fault, loop):
         engine = self._engine(fault)
@@ -277,7 +275,7 @@ class Run:
     def end_faults(self):
         for engine in self.cluster.engines:
             if engine.name not in self.cluster.lost:
-                engine.ring._ring._pause(False)
+                pause(engine, False)
                 engine.ring._ring._fault(0, 0)
                 for kind in (ext.STATUS, ext.DELAY):
                     engine.nic._ext._fault(kind, 0, 0)
@@ -291,9 +289,7 @@ class Run:
         for name, count in counters.items():
             possible = kinds & causes[name] or \
                 (name in ("replans", "persist_failures")
-                 and self.plan.capacity_blocks is not None) or \
-                (name == "read_failovers"       # a busy disk, as link time sees it
-                 and self.plan.changes["read_timeout_s"] is not None)
+                 and self.plan.capacity_blocks is not None)
             if count and not possible:
                 self.problems.append(f"{name} is {count}, and no fault explains it")
 

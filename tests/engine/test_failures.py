@@ -5,18 +5,22 @@ A case is (flow, fault, step, before or after it). What is checked in each: the 
 of the definition, all memory is free and holds nothing but poison, no engine has met a wrong byte
 of KV, and the counters say what has happened, neither more nor less.
 """
+import asyncio
 import contextlib
 
 import numpy as np
 import pytest
 
 from failing import (FLOWS, LAYOUT, WRITE, Canaries, Steps, compute, config, in_flight,
-                     in_link_time, leaks, new_pool, prime, right_tokens, settled, spoil)
+                     in_link_time, leaks, new_pool, pause, prime, right_tokens, settled,
+                     spoil)
 from kvio._ext import nic as ext
 from kvio.engine.cluster import Cluster
+from kvio.errors import EngineLost, InvalidArgument, TransferError
 from kvio.layout import block_keys
-from kvio.loader.plan import STORAGE_READ
+from kvio.loader.plan import NIC_READ, STORAGE_READ
 from kvio.scheduler import DE, PE
+from kvio.scheduler.quota import AttentionModel
 from kvio.storage import BlockStore
 
 PROMPT = tuple(range(100, 123))             # 5 full blocks and 3 tokens
@@ -67,7 +71,7 @@ class Case:
             for kind in (ext.STATUS, ext.DELAY):
                 engine.nic._ext._fault(kind, 0, 0)
             engine.ring._ring._fault(0, 0)
-            engine.ring._ring._pause(False)
+            pause(engine, False)
 
     def counted(self):
         """What the counters have counted since this case began."""
@@ -82,10 +86,10 @@ async def opened(store, fabric, flow, **changes):
         yield cluster
 
 
-def run(tmp_path, main):
+def run(tmp_path, main, watched=True):
     """`await main(store, pool, fabric)` with a store of its own."""
     with BlockStore.open(tmp_path, LAYOUT, segment_bytes=1 << 17) as store, new_pool() as pool, \
-            Canaries() as canaries:
+            Canaries() if watched else contextlib.nullcontext() as canaries:
         Case.canaries = canaries
         in_link_time(lambda fabric: main(store, pool, fabric))
     assert in_flight() == 0
@@ -247,10 +251,9 @@ def test_a_storage_nic_stalls_at_every_step(tmp_path, flow, victim):
     failovers = []
 
     def stall(case):
-        ring = case.nodes[victim].ring._ring
-        ring._pause(True)
+        pause(case.nodes[victim], True)
         case.then = lambda step: step is not None and step.kind == STORAGE_READ or \
-            ring._pause(False)
+            pause(case.nodes[victim], False)
 
     def judge(case, request, what):
         counted = case.counted()
@@ -264,3 +267,149 @@ def test_a_storage_nic_stalls_at_every_step(tmp_path, flow, victim):
 
     every_step(tmp_path, flow, stall, judge, read_timeout_s=0.02)
     assert failovers[0] == 1 and failovers[-1] == 0
+
+
+@pytest.mark.parametrize("quota_s", [None, 2e-6])
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_request_is_cancelled_at_every_step(tmp_path, flow, quota_s):
+    """It leaves nothing behind, also where it is computed in chunks that have not begun."""
+    changes = {} if quota_s is None else {"quota_s": quota_s,
+                                          "attention_time": AttentionModel(1e-8, 1e-7)}
+
+    async def main(store, pool, fabric):
+        count = await num_steps(store, pool, fabric, flow, **changes)
+        ended = []
+        async with opened(store, fabric, flow, **changes) as cluster:
+            for step in range(count):
+                for when in ("before", "after"):
+                    case = Case(cluster, store, pool)
+                    task = asyncio.ensure_future(case.run(lambda case: task.cancel(), step, when))
+                    await asyncio.wait([task])
+                    await settled(cluster)
+                    what = f"cancelled {when} step {step} of {flow}"
+                    ended.append(task.cancelled())
+                    assert case.canaries.give_back() == leaks(cluster) == [], what
+                    assert task.cancelled() or task.result()[0].generated == EXPECTED, what
+                    assert case.counted() == {}, what
+        assert ended[0] and all(ended[:2 * count - 4])      # but for the last write, maybe
+
+    run(tmp_path, main)
+
+
+# ---- failures that stay
+
+def test_a_transfer_that_fails_again_and_again_fails_the_request_by_name(tmp_path):
+    async def main(store, pool, fabric):
+        async with opened(store, fabric, "pe", max_attempts=3) as cluster:
+            case = Case(cluster, store, pool)
+
+            def fail(n, when, step):
+                if when == "before" and step is not None and step.kind == NIC_READ:
+                    case.nodes[PE].nic._ext._fault(ext.STATUS, 1, 11)
+            with Steps(fail).watched(), pytest.raises(TransferError) as failure:
+                await cluster.generate(case.session, PROMPT, NUM_NEW)
+            case.undo()
+            assert "3 tries have failed" in str(failure.value)
+            causes, each = [], failure.value
+            while each.__cause__ is not None:
+                each = each.__cause__
+                causes.append(each)
+            assert len(causes) == 3 and all("REM_OP_ERR" in str(cause) for cause in causes)
+            assert cluster.counters()["retries"] == 2
+            assert case.canaries.give_back() == leaks(cluster) == []
+            request, _ = await case.run()               # and the next one is served
+            check(case, request, "after")
+
+    run(tmp_path, main)
+
+
+def test_without_engines_of_a_side_requests_fail_by_name(tmp_path):
+    async def main(store, pool, fabric):
+        for side in (PE, DE):
+            async with opened(store, fabric, "split") as cluster:
+                case = Case(cluster, store, pool)
+                waiting = asyncio.ensure_future(case.run(
+                    lambda case: [cluster.kill(f"{side}{i}") for i in (0, 1)], 2))
+                with pytest.raises(EngineLost, match=f"{side}0, {side}1") as failure:
+                    await waiting
+                assert failure.value.engine == f"{side}1"
+                with pytest.raises(EngineLost, match="num_"):
+                    await cluster.generate("later", PROMPT, 1)
+                await settled(cluster)
+                assert case.canaries.give_back() == leaks(cluster) == []
+                assert cluster.counters()["engines_lost"] == 2
+
+    run(tmp_path, main)
+
+
+def test_a_request_in_line_for_an_engine_that_dies_is_served_by_another(tmp_path):
+    """HBM of one request only: the second has its PE, and waits for a DE."""
+    async def main(store, pool, fabric):
+        async with opened(store, fabric, "split", hbm_blocks=8, num_decode=2) as cluster:
+            cases = [Case(cluster, store, pool) for _ in range(3)]
+            tasks = [asyncio.ensure_future(cluster.generate(case.session, PROMPT, NUM_NEW))
+                     for case in cases]
+            while cluster.scheduler.num_waiting != 1:
+                await asyncio.sleep(1e-5)
+            cluster.kill("de0")
+            for task in tasks:
+                assert (await task).generated == EXPECTED
+            await settled(cluster)
+            assert leaks(cluster) == []
+
+    run(tmp_path, main, watched=False)              # all HBM is needed
+
+
+def test_both_storage_nics_stall_and_all_is_computed(tmp_path):
+    async def main(store, pool, fabric):
+        async with opened(store, fabric, "pe", read_timeout_s=0.01) as cluster:
+            case = Case(cluster, store, pool)
+
+            def stall(n, when, step):
+                for engine in cluster.engines:
+                    pause(engine, step is not None and step.kind == STORAGE_READ)
+            with Steps(stall).watched():
+                request = await cluster.generate(case.session, PROMPT, NUM_NEW)
+            await settled(cluster)
+            check(case, request, "all stall")
+            assert request.num_hit_tokens == 0 and request.parts == ()
+            assert case.counted() == {"read_failovers": 2}
+            assert [each.split(":")[0] for each in request.mended] == ["read_failovers"] * 2
+
+    run(tmp_path, main)
+
+
+def test_bad_input():
+    for wrong in ({"max_attempts": 0}, {"max_attempts": 1.5}, {"max_attempts": True},
+                  {"read_timeout_s": 0}, {"read_timeout_s": -1.0},
+                  {"read_timeout_s": float("nan")}, {"read_timeout_s": "soon"}):
+        with pytest.raises(InvalidArgument):
+            config(**wrong)
+
+
+def test_a_name_that_no_engine_has(tmp_path):
+    async def main(store, pool, fabric):
+        async with opened(store, fabric, "pe") as cluster:
+            with pytest.raises(InvalidArgument, match="pe0, pe1, de0, de1"):
+                cluster.kill("pe7")
+            cluster.kill("pe1")
+            cluster.kill("pe1")                         # once is enough
+            assert cluster.counters()["engines_lost"] == 1
+
+    run(tmp_path, main)
+
+
+@pytest.mark.parametrize("mode", ["none", "oracle"])
+def test_engines_die_in_the_other_modes(mode):
+    async def main(fabric):
+        async with Cluster(config(policy=None), mode, None, compute, fabric) as cluster:
+            def kill(n, when, step):
+                if (n, when) == (5, "before"):
+                    name, = (e.name for e in cluster.decode if e.num_requests)
+                    cluster.kill(name)
+            with Steps(kill).watched():
+                request = await cluster.generate("a", PROMPT, NUM_NEW)
+            assert request.generated == EXPECTED and request.num_reroutes == 1
+            assert leaks(cluster) == []
+
+    in_link_time(main)
