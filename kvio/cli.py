@@ -41,8 +41,18 @@ def parser() -> argparse.ArgumentParser:
                          "bit for bit the same for any split of the tokens (slower)")
     command.add_argument("--nodes", action="append", metavar="1P2D", help="timed run: prefill and "
                          "decode nodes; may be repeated (default: 1P1D, then 1P2D)")
-    command.add_argument("--turns", type=int, default=5, help="timed run: turns of each agent "
-                         "(default: 5)")
+    command.add_argument("--turns", type=int, default=3, help="timed run: turns of each of 32 "
+                         "agents (default: 3)")
+    command.add_argument("--policy", action="append", metavar="NAME", choices=[
+                         "shorter_queue", "split", "any_node", "push", "round_robin", "oracle"],
+                         help="timed run: what is held against Basic: shorter_queue (default: "
+                         "DualPath), split, any_node, push, round_robin, or oracle, where nothing "
+                         "but computing takes time; may be repeated")
+    command.add_argument("--link-time", action="store_true", help="timed run: no disk, and the "
+                         "links' own clock: the same figures on any machine")
+    command.add_argument("--trace-out", metavar="FILE", help="what overlapped, as a Chrome trace "
+                         "(ui.perfetto.dev): of the last policy of the first timed run, or of the "
+                         "real model's last mode")
     command.add_argument("--dir", help="where the stores are made (default: the temporary "
                          "directory); removed afterwards")
     command.add_argument("--quiet", action="store_true", help="no progress on stderr")

@@ -16,6 +16,7 @@ from kvio.engine.prefill import PrefillEngine
 from kvio.engine.request import MENDED, EngineRequest, usable_hits
 from kvio.engine.rerouting import PatientRing, Recovery
 from kvio.engine.serving import Serving
+from kvio.engine.trace import Tracer
 from kvio.errors import Busy, Closed, EngineLost, InvalidArgument
 from kvio.layout import BlockLayout, block_keys, root_key, token_array
 from kvio.loader import Mover
@@ -98,7 +99,7 @@ class Cluster:
     """
 
     def __init__(self, config: ClusterConfig, mode: str, store: BlockStore | None, make_compute,
-                 fabric: Fabric | None = None):
+                 fabric: Fabric | None = None, tracer: Tracer | None = None):
         if mode not in MODES:
             raise InvalidArgument(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
         if mode == "oracle" and store is None:
@@ -110,6 +111,7 @@ class Cluster:
                                   f"not {mode!r} with {store!r}")
         self.config, self.mode, self.store = config, mode, store
         self.layout, self._make_compute = config.layout, make_compute
+        self._tracer = tracer
         self.scheduler = Scheduler(
             config.alpha, config.beta, _POLICIES[mode] if config.policy is None else config.policy,
             self.layout.block_tokens)
@@ -158,6 +160,8 @@ class Cluster:
             config.nic, name=name, fabric=self._fabric, bytes_per_s=config.cnic_bytes_per_s)))
         nic.listen(name)
         compute = stack.enter_context(contextlib.closing(self._make_compute()))
+        if self._tracer is not None:
+            compute = self._tracer.compute(compute, name)
         return {"ring": ring, "nic": nic, "compute": compute,
                 "buffer_blocks": config.buffer_blocks}
 
@@ -349,8 +353,8 @@ class Cluster:
             request.parts, request.reason = route.parts, str(route.reason)
             request.num_hit_tokens = route.num_load_tokens
             nodes = self._nodes(route)
-            serving = Serving(request, route, nodes, self._mover(nodes), self.fetch,
-                              self.config.recovery)
+            serving = Serving(request, route, nodes, self._mover(nodes, request),
+                              self.fetch, self.config.recovery)
             self._routed.add(serving)
             routed.set_result(serving)
         for request_id, error in self.scheduler.rejections():
@@ -367,7 +371,14 @@ class Cluster:
         nodes.update((part.side, engines[part.node_id]) for part in route.parts)
         return nodes
 
-    def _mover(self, nodes):
+    def _mover(self, nodes, request):
+        mover = self._plain_mover(nodes)
+        if self._tracer is None:
+            return mover
+        return self._tracer.mover(mover, {side: node.name for side, node in nodes.items()},
+                                  request.request_id)
+
+    def _plain_mover(self, nodes):
         rings = {side: self._ring(node) for side, node in nodes.items()}
         if self.mode == "oracle":
             return CopyMover(self.layout, rings)

@@ -12,130 +12,23 @@ import contextlib
 import json
 import os
 import re
-import sys
-import tempfile
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
-
-from kvio.engine.cluster import Cluster, ClusterConfig
-from kvio.engine.compute import ModelCompute, TimedCompute
+from kvio.engine.cluster import ClusterConfig
+from kvio.engine.compute import ModelCompute
 from kvio.engine.demo_collectives import collectives_part
+from kvio.engine.demo_common import Progress, check_hits, fresh_store, serve
 from kvio.engine.demo_model import check_model, load_model, one_blas_thread
-from kvio.engine.metrics import figures
+from kvio.engine.demo_timed import TimedSetting, timed_part
 from kvio.engine.report import render
-from kvio.engine.request import predicted_hit_tokens
-from kvio.engine.workload import prime_store, run_sessions, timed_sessions, timed_totals
+from kvio.engine.trace import Tracer
 from kvio.errors import InvalidArgument
-from kvio.layout import BlockLayout
-from kvio.memory import BlockPool
-from kvio.storage import BlockStore
 from kvio.transfer import Nic
 
 __all__ = ["TimedSetting", "real_part", "run", "timed_part"]
 
 CLOSE_LOGITS = 1e-3             # a first mismatch is a tie, not an error, below this gap
 NO_TIE = " (NOT a tie)"
-BUSY_SHARE = 0.90               # Basic's SNIC must be this busy, else storage was not the limit
-
-
-@dataclass(frozen=True)
-class TimedSetting:
-    """The timed run. All bandwidths are emulated; `why` says how they were chosen."""
-
-    num_prefill: int = 1
-    num_decode: int = 1
-    num_agents: int = 16
-    num_turns: int = 5
-    layout: BlockLayout = BlockLayout(num_layers=8, block_tokens=64, bytes_per_token=512)
-    depth: int = 4
-    snic_bytes_per_s: int = 100_000_000
-    cnic_per_snic: int = 8
-    load_compute_ratio: float = 3.0
-    decode_s: float = 0.004
-    vocabulary: int = 32000
-
-    why = ("a tenth of what one disk gives, so that three emulated SNICs together stay below it; "
-           "8 CNICs of one SNIC's bandwidth a node, as in the paper's nodes, seen as one")
-
-    @property
-    def name(self) -> str:
-        return f"{self.num_prefill}P{self.num_decode}D"
-
-    def cnic_bytes_per_s(self, nic: str) -> int:
-        """Only soft NICs can be paced: 0 for others."""
-        return self.snic_bytes_per_s * self.cnic_per_snic if nic == "soft" else 0
-
-    def prefill_s_per_token(self, totals: dict) -> float:
-        """Compute per new token at which Basic loads `load_compute_ratio` times as long as it
-        computes: hit bytes / SNIC bandwidth = ratio * new tokens * this."""
-        load_s = totals["hit_bytes"] / self.snic_bytes_per_s
-        return load_s / self.load_compute_ratio / totals["miss_tokens"]
-
-    def thresholds(self, totals: dict) -> dict:
-        """The scheduler's alpha (tokens that a SNIC reads in 3 s) and beta (tokens that an engine
-        prefills in 5 s, hits included). Source: DualPath §6."""
-        alpha = 3 * self.snic_bytes_per_s / sum(self.layout.layer_bytes_per_token)
-        compute_s = totals["miss_tokens"] * self.prefill_s_per_token(totals)
-        beta = 5 * (totals["hit_tokens"] + totals["miss_tokens"]) / compute_s
-        return {"alpha": int(alpha), "beta": int(beta)}
-
-
-class Progress:
-    """One line on stderr that says where the run is."""
-
-    def __init__(self, quiet: bool):
-        self._quiet, self._tty = quiet, sys.stderr.isatty()
-
-    def start(self, what: str, total: int):
-        """Begin a counted stretch; returns the function that counts one."""
-        begin, count = time.monotonic(), 0
-
-        def one():
-            nonlocal count
-            count += 1
-            if self._tty or count == total:
-                self.line(f"{what}: {count} of {total} turns, {time.monotonic() - begin:.1f} s",
-                          keep=count == total)
-
-        return one
-
-    def line(self, text: str, keep: bool = True):
-        if not self._quiet:
-            end = "\n" if keep or not self._tty else ""
-            print(f"\r{text}\033[K" if self._tty else text, end=end, file=sys.stderr, flush=True)
-
-
-async def _serve(config, mode, store, make_compute, sessions, progress, in_step=False):
-    computes = []
-
-    def tracked():
-        computes.append(make_compute())
-        return computes[-1]
-
-    async with Cluster(config, mode, store, tracked) as cluster:
-        begin = time.monotonic()
-        served = await run_sessions(cluster, sessions, progress, in_step)
-        result = figures(cluster, served, time.monotonic() - begin)
-    result["kv_errors"] = sum(getattr(c, "num_kv_errors", 0) for c in computes)
-    return result, served
-
-
-@contextlib.contextmanager
-def _fresh_store(folder, layout, **options):
-    options = {name: value for name, value in options.items() if value is not None}
-    with tempfile.TemporaryDirectory(prefix="kvio-demo-", dir=folder) as path, \
-            BlockStore.open(path, layout, **options) as store:
-        yield store
-
-
-def _check_hits(result, served, sessions, layout):
-    """Hits of every request against the trace's own prediction."""
-    predicted = {s.name: predicted_hit_tokens(s, layout) for s in sessions}
-    found = {name: [r.num_hit_tokens for r in requests] for name, requests in served.items()}
-    result["predicted_hit_tokens"] = sum(map(sum, predicted.values()))
-    result["hits_as_predicted"] = predicted == found
 
 
 def compare_tokens(reference: dict, other: dict) -> list[str]:
@@ -158,12 +51,12 @@ def compare_tokens(reference: dict, other: dict) -> list[str]:
 
 def real_part(folder=None, exact: bool = False, progress=None, modes=("none", "basic", "dualpath"),
               num_turns: int | None = None, num_new_tokens: int | None = None,
-              model: str = "smollm2", nic: str = "soft") -> dict:
+              model: str = "smollm2", nic: str = "soft", tracer: Tracer | None = None) -> dict:
     """A language model over a small conversation of agents; figures per mode.
 
     The agents go in step, so that each round's requests are routed while the others' reads are
     still queued and both read paths are taken. `model`: see `load_model`; `nic`: "soft", or an
-    RDMA NIC for all engines.
+    RDMA NIC for all engines. `tracer` notes the last mode.
     """
     progress = progress or Progress(quiet=True)
     limited = one_blas_thread(check_model(model) == "smollm2")
@@ -179,11 +72,12 @@ def real_part(folder=None, exact: bool = False, progress=None, modes=("none", "b
             counted = progress.start(f"{model}, {mode}", total)
             with contextlib.ExitStack() as stack:
                 store = None if mode == "none" else stack.enter_context(
-                    _fresh_store(folder, layout, segment_bytes=made.segment_bytes))
-                result, served = asyncio.run(_serve(config, mode, store, lambda: ModelCompute(
-                    made.model, layout), sessions, counted, in_step=True))
+                    fresh_store(folder, layout, segment_bytes=made.segment_bytes))
+                result, served = asyncio.run(serve(config, mode, store, lambda: ModelCompute(
+                    made.model, layout), sessions, counted, in_step=True,
+                    tracer=tracer if mode == modes[-1] else None))
             if mode != "none":
-                _check_hits(result, served, sessions, layout)
+                check_hits(result, served, sessions, layout)
                 result["backend"] = store.backend
             results[mode], tokens[mode] = result, served
     mismatches = {m: compare_tokens(tokens[modes[0]], tokens[m]) for m in modes[1:]}
@@ -197,69 +91,6 @@ def real_part(folder=None, exact: bool = False, progress=None, modes=("none", "b
             "sample": {"agent": sessions[0].name, "text": made.text(first.generated)}}
 
 
-def timed_part(setting: TimedSetting = TimedSetting(), folder=None, progress=None,
-               modes=("basic", "dualpath"), nic: str = "soft") -> dict:
-    """The storage-bound trace on timed stand-in compute; figures per mode and the speed-up. An
-    RDMA NIC (`nic`) is not paced."""
-    progress, layout = progress or Progress(quiet=True), setting.layout
-    sessions = timed_sessions(setting.num_agents, setting.num_turns, setting.vocabulary)
-    totals = timed_totals(sessions, layout)
-    per_token = setting.prefill_s_per_token(totals)
-    config = ClusterConfig(
-        layout, setting.num_prefill, setting.num_decode, setting.snic_bytes_per_s,
-        setting.cnic_bytes_per_s(nic), buffer_blocks=640, hbm_blocks=1600, depth=setting.depth,
-        model_name="timed", nic=nic, **setting.thresholds(totals))
-    results, tokens = {}, {}
-    for mode in modes:
-        with _fresh_store(folder, layout) as store:
-            progress.line(f"timed {setting.name}, {mode}: storing the agents' contexts", False)
-            _prime(store, sessions, layout, config)
-            counted = progress.start(f"timed {setting.name}, {mode}", totals["num_requests"])
-            result, served = asyncio.run(_serve(
-                config, mode, store, lambda: TimedCompute(layout, per_token, setting.decode_s,
-                                                          setting.vocabulary), sessions, counted))
-            result["backend"] = store.backend
-        _check_hits(result, served, sessions, layout)
-        results[mode] = result
-        tokens[mode] = {n: [r.generated for r in rs] for n, rs in served.items()}
-    return {"modes": results, "tokens_equal": all(t == tokens[modes[0]] for t in tokens.values()),
-            **_verdict(results, setting, totals, per_token, nic)}
-
-
-def _prime(store, sessions, layout, config):
-    compute = TimedCompute(layout, 0.0, 0.0)
-
-    def fill(block, tokens, position):
-        for layer in range(layout.num_layers):
-            compute.write_records(block[layer], tokens, position, layer)
-
-    with BlockPool(layout, 64) as pool:
-        prime_store(store, sessions, layout, config.namespace, fill, pool)
-
-
-def _verdict(results, setting, totals, per_token, nic):
-    """Speed-up, unless Basic's SNIC was idle too often for storage to have been the limit."""
-    load_s = totals["hit_bytes"] / setting.snic_bytes_per_s
-    verdict = {
-        "nodes": setting.name, "nic": nic, "num_agents": setting.num_agents, **totals,
-        "load_compute_ratio": load_s / (totals["miss_tokens"] * per_token),
-        "ideal_speedup": min(setting.load_compute_ratio,
-                             float(setting.num_prefill + setting.num_decode)),
-        **setting.thresholds(totals),
-        "emulated": {"snic_bytes_per_s": setting.snic_bytes_per_s,
-                     "cnic_bytes_per_s": setting.cnic_bytes_per_s(nic) or None,
-                     "prefill_s_per_new_token": per_token, "decode_step_s": setting.decode_s,
-                     "why": setting.why}}
-    if "basic" in results and "dualpath" in results:
-        busy = [s["busy_share"] for name, s in results["basic"]["snics"].items()
-                if name.startswith("pe")]
-        verdict["basic_snic_busy"] = sum(busy) / len(busy)
-        verdict["void"] = verdict["basic_snic_busy"] < BUSY_SHARE
-        verdict["speedup"] = None if verdict["void"] else \
-            results["basic"]["jct_s"] / results["dualpath"]["jct_s"]
-    return verdict
-
-
 def run(arguments) -> int:
     """The command. 0 when all tokens agree, every hit was predicted and no byte was wrong."""
     progress = Progress(quiet=arguments.quiet)
@@ -271,11 +102,16 @@ def run(arguments) -> int:
     nic, model = arguments.nic, check_model(arguments.model)
     Nic.open(nic).close()
     report, parts = {}, _wanted_parts(arguments)
+    runs = _runs(arguments)
+    tracer = _tracer(arguments, parts)
     if "real" in parts:
-        real = real_part(arguments.dir, arguments.exact, progress, model=model, nic=nic)
+        real = real_part(arguments.dir, arguments.exact, progress, model=model, nic=nic,
+                         tracer=None if "timed" in parts else tracer)
         report["real"] = {**real.pop("modes"), "summary": real}
     if "timed" in parts:
-        timed = [timed_part(setting, arguments.dir, progress, nic=nic) for setting in settings]
+        tracers = {runs[-1]: tracer} if tracer is not None else None    # of the first setting
+        timed = [timed_part(setting, arguments.dir, progress, runs, nic, arguments.link_time,
+                            tracers if setting is settings[0] else None) for setting in settings]
         for part in timed:
             name = "timed" if part is timed[0] else f"timed_{part['nodes'].lower()}"
             report[name] = {**part.pop("modes"), "summary": part}
@@ -287,6 +123,8 @@ def run(arguments) -> int:
                        for p in _summaries(report)) and all(
         f["kv_errors"] == f.get("collective_errors", 0) == 0 and f.get("hits_as_predicted", True)
         for f in _modes(report))
+    if tracer is not None:
+        tracer.write(arguments.trace_out)
     print(json.dumps(report, indent=2) if arguments.json else render(report))
     return 0 if report["ok"] else 1
 
@@ -299,6 +137,26 @@ def _wanted_parts(arguments):
     if arguments.collectives:
         return {"collectives"}
     return {"real", "timed"} if arguments.model == "smollm2" else {"real"}
+
+
+def _runs(arguments):
+    """Basic, and what is held against it."""
+    wanted = ["dualpath" if name == "shorter_queue" else name
+              for name in arguments.policy or ["shorter_queue"]]
+    if len(set(wanted)) != len(wanted):
+        raise InvalidArgument(f"--policy names one twice: {', '.join(wanted)}")
+    return ("basic", *wanted)
+
+
+def _tracer(arguments, parts):
+    """One that can be written at the end, which is said now and not then."""
+    if arguments.trace_out is None:
+        return None
+    if not parts & {"real", "timed"}:
+        raise InvalidArgument("--trace-out notes the parts real and timed, and neither is run")
+    tracer = Tracer()
+    tracer.write(arguments.trace_out)
+    return tracer
 
 
 def _settings(arguments):

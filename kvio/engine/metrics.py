@@ -3,7 +3,7 @@ import statistics
 
 import numpy as np
 
-__all__ = ["figures", "snic_max_over_avg"]
+__all__ = ["figures", "max_over_avg_by_round", "snic_max_over_avg"]
 
 
 def snic_max_over_avg(rings) -> float | None:
@@ -19,6 +19,18 @@ def snic_max_over_avg(rings) -> float | None:
         row[start - first:start - first + len(nbytes)] = nbytes
     table = table[:, table.any(axis=0)]
     return float((table.max(axis=0) / table.mean(axis=0)).mean())
+
+
+def max_over_avg_by_round(series) -> float | None:
+    """Balance of prefill engines: max / mean of what their k-th batches took, averaged over the
+    rounds k in which every engine had one. None with one engine, no round, or no figures.
+
+    Engines whose layers wait for one another (expert parallelism) take the slowest one's time in
+    each round. Source: DualPath, figure 14."""
+    rounds = [each for each in zip(*series) if None not in each and sum(each)]
+    if len(series) < 2 or not rounds:
+        return None
+    return statistics.fmean(max(each) * len(each) / sum(each) for each in rounds)
 
 
 def figures(cluster, served: dict, jct_s: float) -> dict:
@@ -41,7 +53,7 @@ def figures(cluster, served: dict, jct_s: float) -> dict:
         "hit_tokens": sum(r.num_hit_tokens for r in requests),
         "generated_tokens": sum(len(r.generated) for r in requests),
         "paths": {path: sum(r.path == path and r.num_hit_tokens > 0 for r in requests)
-                  for path in ("pe", "de")},
+                  for path in ("pe", "de", "split", "any")},
         "replans": sum(r.num_replans for r in requests),
         "persist_failures": sum(e.num_persist_failures for e in cluster.decode),
         "nics": {name: {key: stats[key] for key in
@@ -50,6 +62,8 @@ def figures(cluster, served: dict, jct_s: float) -> dict:
         "doorbells": sum(s["doorbells"] for s in nics.values()),
         "work_requests": sum(s["work_requests"] for s in nics.values()),
         "snics": {},
+        "attention_max_over_avg": max_over_avg_by_round(
+            [engine.batch_attention_s for engine in cluster.prefill]),
         "snic_max_over_avg": snic_max_over_avg(
             [e.ring for e in cluster.engines if e.ring is not None]),
     }

@@ -130,16 +130,16 @@ class Prefill:
     def begin(self, chunk) -> None:
         """Called by `batches`: the chunk has its HBM."""
         self.chunks.append(chunk)
-        stay = _Stay(self, chunk)
-        task = asyncio.ensure_future(stay.run())
+        task = asyncio.ensure_future(_Stay(self, chunk).run())
         self._tasks.append(task)
-        task.add_done_callback(lambda task: self._over(task, stay))
+        task.add_done_callback(lambda task: self._over(task, chunk))
 
-    def _over(self, task, stay):
-        chunk = stay.chunk
-        if not stay.begun:                          # it was cancelled before it had a turn
-            self.engine.batches.finish(chunk)
-        failure = None if task.cancelled() else task.exception()
+    def _over(self, task, chunk):
+        """Here, because a task that is cancelled before it begins does not even end."""
+        failure = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if failure is not None:
+            self.engine.batches.give_up(chunk, failure)
+        self.engine.batches.finish(chunk)
         if self._ended.done():
             return
         if task.cancelled():
@@ -158,21 +158,15 @@ class _Stay:
         self.workspace = chunk.batch.workspace
         self.binding = Binding(job.binding.keys, {
             **job.binding.places, PE_HBM: self.workspace.place(chunk.first_block)})
-        self._state, self._computed_s, self.begun = None, chunk.made_s, False
+        self._state, self._computed_s = None, chunk.made_s
         self._ready, self._clean = {}, set()        # layer -> when its last input was there
 
     async def run(self):
-        job, batches, self.begun = self.job, self.engine.batches, True
+        job = self.job
         steps = chunk_steps(self.engine.layout, job.parts, job.request.num_hit_tokens,
                             self.chunk.tokens, self.engine.depth, push=job.push,
                             last=self.chunk.last)
-        try:
-            await run_plan(steps, self._perform)
-        except BaseException as failed:
-            batches.give_up(self.chunk, failed)     # also if it never began a step
-            raise
-        finally:
-            batches.finish(self.chunk)
+        await run_plan(steps, self._perform)
 
     async def _perform(self, step):
         try:

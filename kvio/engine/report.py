@@ -8,6 +8,8 @@ LEGEND_COLLECTIVES = (
 LEGEND = (
     "none: no store, every prompt is computed whole. basic: only the prefill side (PE) reads",
     "storage. dualpath: the side with the shorter reading queue does, PE or decode side (DE).",
+    "split: both do; any_node: others too; push: as dualpath, written into HBM instead of read;",
+    "round_robin: PE and DE in turn; oracle: loading takes no time.",
     "JCT: all agents served, their blocks stored. TTFT, TTST, TPOT: to the first token, from it to",
     "the second, per token after that. SNIC: a node's storage NIC; max/avg 1.00 is balanced.")
 
@@ -53,7 +55,9 @@ def _timed(part):
     lines = [
         "", f"(b) Timed run, {summary['nodes']}: {summary['num_agents']} agents, "
         f"{summary['num_requests']} requests, {summary['hit_bytes'] / 1e9:.2f} GB of hits; "
-        "real bytes, files and queues, sleep in place of arithmetic; \"HBM\" is host memory",
+        + ("real bytes over soft NICs, in their own time; " if summary["clock"] == "link time"
+           else "real bytes, files and queues, ")
+        + "sleep in place of arithmetic; \"HBM\" is host memory",
         f"    EMULATED: SNIC {emulated['snic_bytes_per_s'] / 1e6:.0f} MB/s a node, "
         f"{_cnic(summary)}, "
         f"{emulated['prefill_s_per_new_token'] * 1e6:.0f} us a new token, "
@@ -67,9 +71,15 @@ def _timed(part):
             lines.append(f"    VOID: {busy}, under 90 %: storage was not the limit, no speed-up "
                          "is claimed")
         else:
-            lines.append(f"    DualPath over Basic: {summary['speedup']:.2f} x (ideal "
-                         f"{summary['ideal_speedup']:.0f}); {busy}")
+            lines += [f"    {_called(name)} over Basic: {ratio:.2f} x" + (
+                      f" (ideal {summary['ideal_speedup']:.0f})" if name != "oracle" else "")
+                      for name, ratio in summary["speedups"].items()]
+            lines.append(f"    {busy}")
     return lines
+
+
+def _called(run):
+    return "DualPath" if run == "dualpath" else run
 
 
 def _links(nic):
@@ -137,6 +147,8 @@ def table(modes: dict) -> str:
         ("TPOT mean", lambda f: _seconds(f["tpot_s"])),
         ("hit / prompt tokens", lambda f: f"{f['hit_tokens']:,} / {f['prompt_tokens']:,}"),
         ("requests read by PE / DE", lambda f: f"{f['paths']['pe']} / {f['paths']['de']}"),
+        ("  by both / by others too", _shared),
+        ("attention max/avg", lambda f: _number(f["attention_max_over_avg"])),
         ("SNIC max/avg", lambda f: _number(f["snic_max_over_avg"])),
         ("doorbells", lambda f: f"{f['doorbells']:,}"),
         ("work requests", lambda f: f"{f['work_requests']:,}"),
@@ -148,6 +160,11 @@ def table(modes: dict) -> str:
     for name in sorted({n for f in modes.values() for n in f["nics"]}, key=_prefill_first):
         rows.append((f"NIC {name} out / in", lambda f, n=name: _port(f["nics"].get(n))))
     return _aligned(modes, rows)
+
+
+def _shared(figure):
+    split, others = figure["paths"]["split"], figure["paths"]["any"]
+    return f"{split} / {others}" if split or others else "-"
 
 
 def _aligned(modes, rows):

@@ -12,32 +12,45 @@ __all__ = ["prime_store", "run_sessions", "timed_sessions", "timed_totals"]
 
 def timed_sessions(num_agents: int, num_turns: int, vocabulary: int, seed: int = 7,
                    context_tokens=(3200, 5400), append_tokens=(60, 140),
-                   new_tokens=(12, 20)) -> list[Session]:
+                   new_tokens=(12, 20), spread: float = 0.0) -> list[Session]:
     """Agents that resume: a long context is stored, each turn appends little and generates
-    little, so almost all prompt tokens hit. Drawn once from a fixed seed."""
+    little, so almost all prompt tokens hit. Drawn once from a fixed seed.
+
+    Contexts and appends are drawn evenly from their ranges; with `spread` > 0 from a lognormal
+    distribution of that sigma whose median is the geometric mean of the range, and clipped to it:
+    many small ones and a few very large ones.
+    """
     draw = random.Random(seed)
 
     def tokens(count):
         return tuple(draw.randrange(vocabulary) for _ in range(count))
 
+    def some(least, most):
+        if not spread:
+            return draw.randint(least, most)
+        return min(max(round((least * most) ** 0.5 * draw.lognormvariate(0, spread)), least), most)
+
     return [Session(f"agent{i}",
-                    tuple(Turn(tokens(draw.randint(*append_tokens)), draw.randint(*new_tokens))
+                    tuple(Turn(tokens(some(*append_tokens)), draw.randint(*new_tokens))
                           for _ in range(num_turns)),
-                    tokens(draw.randint(*context_tokens)))
+                    tokens(some(*context_tokens)))
             for i in range(num_agents)]
 
 
 def timed_totals(sessions, layout: BlockLayout) -> dict:
-    """What the trace amounts to: requests, hit and miss tokens, bytes that must be loaded."""
-    hits = misses = requests = 0
+    """What the trace amounts to: requests, hit and miss tokens, bytes that must be loaded, and
+    blocks that it may fill."""
+    hits = misses = requests = blocks = 0
     for session in sessions:
         total = len(session.context)
+        blocks += layout.num_blocks(total + sum(len(t.append) + t.num_new_tokens
+                                                for t in session.turns)) + 1
         for turn, hit in zip(session.turns, predicted_hit_tokens(session, layout), strict=True):
             total += len(turn.append)
             hits, misses, requests = hits + hit, misses + total - hit, requests + 1
             total += turn.num_new_tokens
     return {"num_requests": requests, "hit_tokens": hits, "miss_tokens": misses,
-            "hit_bytes": hits * sum(layout.layer_bytes_per_token)}
+            "hit_bytes": hits * sum(layout.layer_bytes_per_token), "num_blocks": 2 * blocks}
 
 
 async def run_sessions(cluster, sessions, progress=None, in_step: bool = False) -> dict:

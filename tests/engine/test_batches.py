@@ -18,10 +18,9 @@ from kvio.engine.compute import ModelCompute, TimedCompute
 from kvio.engine.model import LlamaModel
 from kvio.engine.request import Session, Turn
 from kvio.engine.workload import run_sessions
-from kvio.errors import InvalidArgument, TransferError
 from kvio.layout import BlockLayout
-from kvio.memory import POISON
-from kvio.scheduler.quota import AttentionModel, pack_prefill
+from kvio.scheduler import DE, PE, Part, ReadChoice
+from kvio.scheduler.quota import AttentionModel
 from kvio.storage import BlockStore
 
 LAYOUT = BlockLayout(3, 4, 8)
@@ -228,7 +227,28 @@ def unchunked(tmp_path_factory):
             for name, (layout, compute) in COMPUTES.items()}
 
 
-@pytest.mark.parametrize("policy", ["pe", "split", "push"])
+class AnyParts:
+    """Parts of any sizes on any nodes, pulled or pushed, drawn anew for each request."""
+
+    pushes = True
+
+    def __init__(self, random):
+        self._random = random
+
+    def choose(self, num_tokens, block_tokens, pe, de, others):
+        helpers = list(others)
+        draw, nodes = self._random, {PE: pe, "h0": helpers[0], "h1": helpers[1]}
+        num_blocks = num_tokens // block_tokens
+        sides = draw.sample(sorted(nodes), draw.randint(0, 3))
+        sides = ([DE] if not sides or draw.random() < 0.5 else []) + sides
+        sides = sides[:num_blocks]
+        borders = [0, *sorted(draw.sample(range(1, num_blocks), len(sides) - 1)), num_blocks]
+        return ReadChoice(tuple(
+            Part(side, (start * block_tokens, stop * block_tokens), {DE: de, **nodes}[side].node_id)
+            for side, start, stop in zip(sides, borders, borders[1:])), "", draw.random() < 0.5)
+
+
+@pytest.mark.parametrize("policy", ["pe", "split", "any"])
 @pytest.mark.parametrize("compute", COMPUTES)
 @settings(max_examples=8, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -251,6 +271,7 @@ def test_any_chunking_gives_the_bits_of_prefill_in_one_piece(
         return batch
     monkeypatch.setattr(batches_module, "pack_prefill", cut_anywhere)
     layout, make = COMPUTES[compute]
-    conf = config(layout, policy=policy, depth=depth)
+    conf = config(layout, policy=AnyParts(random) if policy == "any" else policy, depth=depth,
+                  num_prefill=2)
     served, _ = serve(tmp_path_factory.mktemp("chunked"), conf, make)
     assert served == unchunked[compute] and cuts

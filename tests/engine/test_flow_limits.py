@@ -15,6 +15,7 @@ from kvio._ext import nic as ext
 from kvio.engine import prefill
 from kvio.engine.clock import run_in_link_time
 from kvio.engine.cluster import Cluster
+from kvio.engine.compute import TimedCompute
 from kvio.engine.prefill import Workspace
 from kvio.engine.request import Session
 from kvio.engine.workload import run_sessions
@@ -92,6 +93,30 @@ def test_cancelled_in_any_flow_at_any_moment_no_late_byte_lands_in_what_is_given
     with BlockStore.open(tmp_path, TIMED) as store:
         asyncio.run(main(store))
     assert completion.in_flight() == 0 and seen and all(seen)
+
+
+@pytest.mark.parametrize("quota_s", [None, 2e-6])
+def test_cancelled_in_any_turn_of_the_loop_everything_is_given_back(quota_s):
+    """Without devices, and with computing that takes no time, four requests' way is the same every
+    time. The last ones are cancelled in each turn of the loop that there is, those in which
+    a task of theirs was made and has not begun as well."""
+    conf = config(TIMED, num_prefill=1, num_decode=1, quota_s=quota_s, attention_time=ATTENTION)
+
+    async def main():
+        async with Cluster(conf, "oracle", None, lambda: TimedCompute(TIMED, 0, 0)) as cluster:
+            await cluster.generate("a", range(40), 2)
+            for moment in range(1000):
+                tasks = [asyncio.ensure_future(cluster.generate("a", range(50 + i), 2))
+                         for i in range(4)]
+                for _ in range(moment):
+                    await asyncio.sleep(0)
+                if all(task.done() for task in tasks):
+                    return moment
+                for task in tasks[2:]:
+                    task.cancel()
+                await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+                assert_all_is_given_back(cluster)
+    assert 20 < asyncio.run(main()) < 1000
 
 
 @pytest.mark.parametrize("nth", [1, 2, 4, 9])
