@@ -1,24 +1,26 @@
 """What goes into a scheduler and what comes out of it: plain data, all in tokens."""
 import math
+import numbers
+import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvio.errors import InvalidArgument, KvioError, checked_int
 from kvio.loader.plan import Part, path_name
+from kvio.scheduler.reason import Reason
 
-__all__ = ["DE", "DecodeReason", "EngineReport", "PE", "Part", "PrefillReason", "PrefillWork",
-           "Rejection", "Request", "Route", "RouteReason"]
+__all__ = ["DE", "EngineReport", "PE", "Part", "PrefillWork", "Rejection", "Request", "Route"]
 
 PE, DE = "pe", "de"                 # the two sides of a request
 
 
-def _make_ints(record, least: dict) -> None:
-    """Check the int fields of a frozen record (numpy's become Python's); InvalidArgument."""
-    for name, lowest in least.items():
+def _make_ints(record, *names) -> None:
+    """Make int fields Python's ints (numpy's are taken); InvalidArgument that names the record."""
+    for name in names:
         value = getattr(record, name)
-        if type(value) is not int or value < lowest:
+        if type(value) is not int or value < 0:
             try:
-                object.__setattr__(record, name, checked_int(name, value, lowest))
+                object.__setattr__(record, name, checked_int(name, value, 0))
             except InvalidArgument as wrong:
                 raise InvalidArgument(f"{wrong}; in {record}") from None
 
@@ -39,8 +41,12 @@ class Request:
     max_new_tokens: int
 
     def __post_init__(self):
-        _make_ints(self, {"request_id": 0, "num_prompt_tokens": 1, "num_cached_tokens": 0,
-                          "max_new_tokens": 0})
+        if not (type(self.request_id) is type(self.num_prompt_tokens)
+                is type(self.num_cached_tokens) is type(self.max_new_tokens) is int
+                and self.request_id | self.num_prompt_tokens | self.num_cached_tokens
+                | self.max_new_tokens >= 0):
+            _make_ints(self, "request_id", "num_prompt_tokens", "num_cached_tokens",
+                       "max_new_tokens")
         if self.num_cached_tokens >= self.num_prompt_tokens:
             raise InvalidArgument("a request needs num_cached_tokens < num_prompt_tokens, for "
                                   f"one token at least is computed: {self}")
@@ -50,14 +56,9 @@ class Request:
         return self.num_prompt_tokens + self.max_new_tokens
 
 
-_REPORT_INTS = {"engine_id": 0, "node_id": 0, "num_requests": 0, "num_tokens": 0,
-                "read_queue_tokens": 0, "free_hbm_tokens": 0, "group_id": 0, "lend_tokens": 0,
-                "incarnation": 0}
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineReport:
-    """What an engine says of itself at a fetch.
+    """What an engine says of itself at a fetch; copied out there, and not kept.
 
     `group_id` names the engines that fetch together, all PE or all DE; all of a node are in one.
     `read_queue_tokens` is the reading queue of its *node*'s storage NIC, waiting reads included.
@@ -71,8 +72,9 @@ class EngineReport:
     when the scheduler has started anew, see `Scheduler.observe`.
 
     `snic_tokens_per_s` is what the node's storage NIC reads (any unit that all nodes share;
-    policies that split need it). `lend_tokens` and `lend_tokens_per_s` are what the node lends
-    for other nodes' requests: free DRAM buffer and spare compute NIC bandwidth; 0: nothing.
+    policies that split need it); 0: it is dead. `lend_tokens` and `lend_tokens_per_s` are what the
+    node lends for other nodes' requests: free DRAM buffer and spare compute NIC bandwidth; 0:
+    nothing.
     """
 
     engine_id: int
@@ -91,68 +93,45 @@ class EngineReport:
     request_ids: frozenset | None = None
 
     def __post_init__(self):
-        _make_ints(self, _REPORT_INTS)
-        for name in ("last_route", "hbm_tokens"):
-            if getattr(self, name) is not None:
-                _make_ints(self, {name: 0})
-        if not _is_rate(self.snic_tokens_per_s) or self.snic_tokens_per_s in (0, math.inf) or \
-                not _is_rate(self.lend_tokens_per_s):
-            raise InvalidArgument("snic_tokens_per_s must be a finite number above 0 and "
-                                  f"lend_tokens_per_s one that is not negative: {self}")
+        # Thousands of these a second: what is as it should be is seen at once.
+        if not (type(self.engine_id) is type(self.node_id) is type(self.num_requests)
+                is type(self.num_tokens) is type(self.read_queue_tokens)
+                is type(self.free_hbm_tokens) is type(self.group_id) is type(self.lend_tokens)
+                is type(self.incarnation) is int
+                and self.engine_id | self.node_id | self.num_requests | self.num_tokens
+                | self.read_queue_tokens | self.free_hbm_tokens | self.group_id
+                | self.lend_tokens | self.incarnation >= 0):
+            _make_ints(self, "engine_id", "node_id", "num_requests", "num_tokens",
+                       "read_queue_tokens", "free_hbm_tokens", "group_id", "lend_tokens",
+                       "incarnation")
+        if self.last_route is not None and not (type(self.last_route) is int
+                                                and self.last_route >= 0):
+            _make_ints(self, "last_route")
+        if self.hbm_tokens is not None and not (type(self.hbm_tokens) is int
+                                                and self.hbm_tokens >= 0):
+            _make_ints(self, "hbm_tokens")
+        if not (type(self.snic_tokens_per_s) is type(self.lend_tokens_per_s) is float
+                and 0 <= self.snic_tokens_per_s < math.inf and self.lend_tokens_per_s >= 0):
+            self._make_rates()
         if self.request_ids is not None:
-            try:
-                ids = frozenset(checked_int("a request id", i, 0) for i in self.request_ids)
-            except TypeError:
-                raise InvalidArgument(f"request_ids must be ints or None: {self}") from None
-            object.__setattr__(self, "request_ids", ids)
+            self._make_request_ids()
 
+    def _make_rates(self):
+        for name, least, most in (("snic_tokens_per_s", 0, sys.float_info.max),
+                                  ("lend_tokens_per_s", 0, math.inf)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or \
+                    not least <= float(value) <= most:
+                raise InvalidArgument(f"{name} must be a number, {least} to {most}, not {value!r}"
+                                      f"; in {self}")
+            setattr(self, name, float(value))
 
-def _is_rate(value) -> bool:
-    try:
-        return type(value) is not bool and value >= 0       # NaN is not
-    except TypeError:
-        return False
-
-
-class PrefillReason(NamedTuple):
-    """Why a prefill engine was chosen; figures as they were before the request was added."""
-
-    short_queue: bool               # its class: else the long reading queue
-    read_queue_tokens: int          # of its node
-    num_engines: int                # in its class
-    num_tokens: int                 # its load, the least of the class
-
-    def __str__(self):
-        return (f"{'short' if self.short_queue else 'long'} reading queue "
-                f"({self.read_queue_tokens} tokens), least load of {self.num_engines} "
-                f"({self.num_tokens} tokens)")
-
-
-class DecodeReason(NamedTuple):
-    """Why a decode engine was chosen; figures as they were before the request was added."""
-
-    normal: bool                    # below Z with the request: else all that fit are above
-    load_limit: float               # Z of the paper, in tokens
-    num_requests: int
-    num_tokens: int
-    group_id: int = 0
-
-    def __str__(self):
-        if self.normal:
-            return f"fewest requests ({self.num_requests}) below Z = {self.load_limit:.0f} tokens"
-        return (f"all that fit are above Z = {self.load_limit:.0f} tokens, least load "
-                f"({self.num_tokens})")
-
-
-class RouteReason(NamedTuple):
-    """Why a route is as it is. Plain data; `str()` puts it into words, when somebody asks."""
-
-    read: object                    # the policy's, anything with a str()
-    prefill: PrefillReason
-    decode: DecodeReason
-
-    def __str__(self):
-        return f"{self.read}; PE: {self.prefill}; DE: {self.decode}"
+    def _make_request_ids(self):
+        try:
+            self.request_ids = frozenset(
+                checked_int("a request id", i, 0) for i in self.request_ids)
+        except TypeError:
+            raise InvalidArgument(f"request_ids must be ints or None: {self}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +139,15 @@ class Route:
     """The whole decision for a request. Committed: it is never changed silently.
 
     `parts` say which node's storage NIC reads which hit tokens; hits behind the last part are
-    computed again. `push`: other nodes write their parts into PE HBM. `number` grows with every
-    route that a scheduler commits.
+    computed again. `push`: other nodes write their parts into PE HBM. `str(reason)` says why all
+    this. `number` grows with every route that a scheduler commits.
     """
 
     request_id: int
     prefill_engine: int
     decode_engine: int
     parts: tuple[Part, ...]
-    reason: RouteReason
+    reason: Reason
     push: bool = False
     number: int = 0
 

@@ -1,9 +1,12 @@
 """Which decode engine: a group first, then an engine of it. Source: DualPath §6."""
-from kvio.scheduler.data import DecodeReason
+from kvio.scheduler.reason import Reason
 
 __all__ = ["LOAD_FACTOR", "choose_decode", "choose_group"]
 
 LOAD_FACTOR = 1.05                  # Z may exceed the mean load by 5 %
+
+_NORMAL = "fewest requests ({}) below Z = {:.0f} tokens"
+_HIGH = "all that fit are above Z = {:.0f} tokens, least load ({})"
 
 
 def choose_group(request, groups):
@@ -26,14 +29,17 @@ def choose_decode(waiting, engines) -> list:
     tok_e) / number of engines. Among engines (`EngineLoad`s) with enough free HBM a request goes
     to the one with tok_e + len <= Z and the fewest requests, else to the one with the least
     tok_e; if none has enough, the fetch ends. The engines' figures grow with each assignment.
-    Returns [(request, engine, DecodeReason), ...].
+    Returns [(request, engine, Reason), ...].
     """
-    engines = sorted(engines, key=_fewest_requests)
-    limit, chosen = None, []
+    engines, chosen = list(engines), []
+    most = max((engine.free_hbm_tokens for engine in engines), default=0)
     for request in waiting:
         need, normal, high = request.num_tokens, None, None
-        if limit is None:
+        if not chosen:
+            if need > most:
+                break                               # often, when there is a queue
             limit = _load_limit(waiting, engines)
+            engines.sort(key=_fewest_requests)
         for engine in engines:
             if engine.free_hbm_tokens >= need:
                 if engine.num_tokens + need <= limit:
@@ -45,11 +51,20 @@ def choose_decode(waiting, engines) -> list:
         best = normal or high
         if best is None:
             break
-        chosen.append((request, best, DecodeReason(normal is not None, limit, best.num_requests,
-                                                   best.num_tokens, best.group.group_id)))
+        chosen.append((request, best, Reason(_HIGH, limit, best.num_tokens) if normal is None else
+                       Reason(_NORMAL, best.num_requests, limit)))
         best.add(need)
-        engines.sort(key=_fewest_requests)          # nearly sorted: linear
+        _move_up(engines, best)
     return chosen
+
+
+def _move_up(engines, engine):
+    """Sort again, now that one engine has a request more."""
+    at, last, key = engines.index(engine), len(engines) - 1, _fewest_requests(engine)
+    while at < last and _fewest_requests(engines[at + 1]) < key:
+        engines[at] = engines[at + 1]
+        at += 1
+    engines[at] = engine
 
 
 def _fewest_requests(engine):

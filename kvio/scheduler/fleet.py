@@ -21,41 +21,45 @@ class Fleet:
         self.most_tokens = None         # the longest request that any DE can hold; None: unknown
         self.last_route = 0             # the highest that any engine has told of
         self.num_late_reports = 0
+        self.new_group = False          # a decode group has joined
         self.holders = {}               # request_id -> number of engines
         self._lost = {}                 # (side, engine_id) -> incarnation
 
     # -- reports
 
-    def check(self, reports: dict) -> dict:
-        """The reports of both sides without those that come late; InvalidArgument, and nothing
-        is changed, if one contradicts another or what is known."""
-        homes, checked = {}, {}
+    def check(self, reports: dict):
+        """By side, (report, engine or None for a new one) without reports that come late; and the
+        engines, as (side, engine_id), that have started anew since they last reported: what was
+        known of these has to be forgotten first. InvalidArgument, and nothing is changed, if a
+        report contradicts another or what is known."""
+        homes, checked, restarted = {}, {}, []
         for side in (PE, DE):
-            seen, kept = set(), []
+            engines, seen, kept = self.engines[side], set(), []
             for report in reports[side]:
-                if not isinstance(report, EngineReport):
+                if type(report) is not EngineReport:
                     raise InvalidArgument(f"a fetch takes EngineReports, not {report!r}")
-                if report.engine_id in seen:
-                    raise InvalidArgument(f"{_name(side, report)} reports twice in one fetch")
+                engine = engines.get(report.engine_id)
+                # Nearly always it is an engine that is known, where it was.
+                if engine is None or engine.place != (report.incarnation, report.group_id,
+                                                      report.node_id):
+                    if not self._check_new(side, report, engine, homes):
+                        continue                    # it is late
+                    if engine is not None:
+                        restarted.append((side, report.engine_id))
+                        engine = None
                 seen.add(report.engine_id)
-                if self._check_one(side, report, homes):
-                    kept.append(report)
+                kept.append((report, engine))
+            if len(seen) < len(kept):
+                raise InvalidArgument(f"a {side} engine reports twice in one fetch: "
+                                      f"{[report.engine_id for report, _ in kept]}")
             checked[side] = kept
         self.num_late_reports += sum(len(reports[side]) - len(checked[side]) for side in checked)
-        return checked
+        return checked, restarted
 
-    def _check_one(self, side, report, homes):
+    def _check_new(self, side, report, engine, homes):
         """False if the report comes from an engine that has been lost since."""
-        engine = self.engines[side].get(report.engine_id)
         if engine is not None and report.incarnation == engine.incarnation:
-            if report.node_id != engine.node.state.node_id or \
-                    report.group_id != engine.group.group_id:
-                raise InvalidArgument(
-                    f"{_name(side, report)} was of node {engine.node.node_id} and group "
-                    f"{engine.group.group_id}, now it says node {report.node_id} and group "
-                    f"{report.group_id}: engine ids must differ on each side, and an engine that "
-                    "moves has to be lost first")
-            return True
+            raise _moved(side, report, engine)
         known = self._lost.get((side, report.engine_id), -1) if engine is None else \
             engine.incarnation
         if report.incarnation <= known:
@@ -70,40 +74,36 @@ class Fleet:
                 "node are in one group")
         return True
 
-    def restarted(self, side: str, reports) -> list[int]:
-        """Engines that report with a higher incarnation: the one that was known has gone."""
-        engines = self.engines[side]
-        return [report.engine_id for report in reports if report.engine_id in engines
-                and engines[report.engine_id].incarnation != report.incarnation]
-
-    def take(self, side: str, reports, newly_held: set) -> list[EngineLoad]:
-        """Checked reports; the engines that made them. Requests that an engine says to hold for
-        the first time are added to `newly_held`."""
-        engines, node, group, taken = self.engines[side], None, None, []
-        for report in reports:
-            engine = engines.get(report.engine_id)
+    def take(self, side: str, checked, newly_held: set) -> list[EngineLoad]:
+        """Take in what `check` gave; the engines that have reported. Requests that an engine says
+        to hold for the first time are added to `newly_held`."""
+        taken, node, group, last_route = [], None, None, None
+        for report, engine in checked:
             if engine is None:
                 engine = self._join(side, report)
-            engine.node.observe(report)
+            if engine.node is not node or report.last_route != last_route:
+                node, last_route = engine.node, report.last_route
+                node.observe(report)                # engines of a node say the same of it
+                self.by_finish_time.touch(node)
+                if last_route is not None and last_route > self.last_route:
+                    self.last_route = last_route
             if not engine.observe(report):
                 self.num_late_reports += 1
-            else:
-                if engine.hbm_tokens != report.hbm_tokens:
-                    engine.hbm_tokens = report.hbm_tokens
-                    self.measure(engine.group)
-                if report.request_ids is not None:
-                    newly_held |= self._hold(engine, report.request_ids)
-                if report.last_route is not None and report.last_route > self.last_route:
-                    self.last_route = report.last_route
-            if engine.node is not node:
-                node = engine.node
-                self.by_finish_time.touch(node)
+            elif report.hbm_tokens != engine.hbm_tokens or report.request_ids is not None:
+                self._take_rare(engine, report, newly_held)
             if engine.group is not group:
                 group = engine.group
                 if side == DE:
                     self.by_load.touch(group)
             taken.append(engine)
         return taken
+
+    def _take_rare(self, engine, report, newly_held):
+        if engine.hbm_tokens != report.hbm_tokens:
+            engine.hbm_tokens = report.hbm_tokens
+            self.measure(engine.group)
+        if report.request_ids is not None:
+            newly_held |= self._hold(engine, report.request_ids)
 
     def _join(self, side, report):
         node = self.nodes.get(report.node_id)
@@ -112,6 +112,7 @@ class Fleet:
         group = self.groups[side].get(report.group_id)
         if group is None:
             group = self.groups[side][report.group_id] = Group(side, report.group_id)
+            self.new_group |= side == DE
         engine = EngineLoad(side, report.engine_id, node, group, report.incarnation)
         engine.hbm_tokens = report.hbm_tokens
         self.engines[side][report.engine_id] = group.engines[report.engine_id] = engine
@@ -164,12 +165,21 @@ class Fleet:
             self.by_finish_time.remove(node)
         if not group.engines:
             del self.groups[side][group.group_id]
-            self.by_load.remove(group)
-        elif side == DE:
+        if side == DE and group.engines:
             self.by_load.touch(group)
+        elif side == DE:
+            self.by_load.remove(group)
         self.measure(group)
         for request_id in engine.request_ids or ():
             self._let_go(request_id)
+
+
+def _moved(side, report, engine):
+    return InvalidArgument(
+        f"{_name(side, report)} was of node {engine.node.node_id} and group "
+        f"{engine.group.group_id}, now it says node {report.node_id} and group "
+        f"{report.group_id}: engine ids must differ on each side, and an engine that moves has to "
+        "be lost first")
 
 
 def _name(side, report):

@@ -1,6 +1,7 @@
 """What the scheduler knows of nodes, engines and groups: what they reported, and what has been
 decided since. The records change in place; nothing here decides anything."""
 from collections import deque
+from math import inf
 
 from kvio.scheduler.paths import NodeState
 from kvio.scheduler.queues import Queue
@@ -55,8 +56,10 @@ class Node:
 
     @property
     def finish_time(self) -> float:
-        """When the storage NIC has read all that waits: what helpers are ranked by."""
-        return self.state.read_queue_tokens / self.state.snic_tokens_per_s
+        """When the storage NIC has read all that waits: what helpers are ranked by.
+        A dead one never has."""
+        rate = self.state.snic_tokens_per_s
+        return self.state.read_queue_tokens / rate if rate else inf
 
     def observe(self, report) -> None:
         """Of engines of one node, the report that counts the most routes is the newest."""
@@ -87,12 +90,13 @@ class EngineLoad:
     reported: those with a route (`unseen`), and those that have this engine but lack the other
     (`num_half_*`), of which the engine cannot know."""
 
-    __slots__ = ("side", "engine_id", "node", "group", "num_requests", "num_tokens",
-                 "free_hbm_tokens", "hbm_tokens", "num_half_requests", "num_half_tokens",
-                 "unseen", "last_route", "incarnation", "request_ids")
+    __slots__ = ("side", "engine_id", "node", "group", "place", "num_requests", "num_tokens",
+                 "free_hbm_tokens", "hbm_tokens", "num_half_requests", "num_half_tokens", "unseen",
+                 "last_route", "incarnation", "request_ids")
 
     def __init__(self, side: str, engine_id: int, node: Node, group, incarnation: int = 0):
         self.side, self.engine_id, self.node, self.group = side, engine_id, node, group
+        self.place = incarnation, group.group_id, node.node_id      # what never changes
         self.num_requests = self.num_tokens = self.free_hbm_tokens = 0
         self.hbm_tokens = None
         self.num_half_requests = self.num_half_tokens = 0
@@ -108,7 +112,8 @@ class EngineLoad:
                 return False
             self.last_route = last_route
         unseen, before = self.unseen, self.num_tokens
-        unseen.settle(last_route)
+        if unseen.num_requests:
+            unseen.settle(last_route)
         added = self.num_half_tokens + unseen.num_tokens
         self.num_requests = report.num_requests + self.num_half_requests + unseen.num_requests
         self.num_tokens = report.num_tokens + added

@@ -1,9 +1,12 @@
 """Which prefill engine: classes by load and reading queue. Source: DualPath §6."""
 from heapq import heapify, heappop, heapreplace
 
-from kvio.scheduler.data import PrefillReason
+from kvio.scheduler.reason import Reason
 
 __all__ = ["choose_prefill"]
+
+_SHORT = "short reading queue ({} tokens), least load of {} ({} tokens)"
+_LONG = "long reading queue ({} tokens), least load of {} ({} tokens)"
 
 
 def choose_prefill(waiting, engines, alpha: int, beta: int) -> list:
@@ -12,7 +15,7 @@ def choose_prefill(waiting, engines, alpha: int, beta: int) -> list:
     An engine is *overloaded* with tok_e > beta, has a *short queue* with read_q <= alpha, else a
     *long queue*. Each request goes to the short-queue engine with the least tok_e, else to the
     long-queue engine with the least, else the fetch ends. tok_e grows with each assignment, so
-    the engines' figures are changed. Returns [(request, engine, PrefillReason), ...]; O(log
+    the engines' figures are changed. Returns [(request, engine, Reason), ...]; O(log
     number of engines) a request.
     """
     short, long = [], []
@@ -28,8 +31,9 @@ def choose_prefill(waiting, engines, alpha: int, beta: int) -> list:
         if not heap:
             break
         num_tokens, engine_id, engine = heap[0]
-        chosen.append((request, engine, PrefillReason(
-            heap is short, engine.node.read_queue_tokens, len(heap), num_tokens)))
+        chosen.append((request, engine, Reason(
+            _SHORT if heap is short else _LONG, engine.node.read_queue_tokens, len(heap),
+            num_tokens)))
         engine.add(request.num_tokens)
         if engine.num_tokens <= beta:
             heapreplace(heap, (engine.num_tokens, engine_id, engine))

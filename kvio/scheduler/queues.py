@@ -51,6 +51,15 @@ class Queue:
                 return entry
             self._num_left -= 1
 
+    def pop(self) -> Waiting:
+        """The last one."""
+        while True:
+            entry = self._entries.pop()
+            if not entry.left:
+                self.num_tokens -= entry.num_tokens
+                return entry
+            self._num_left -= 1
+
     def leave(self, entry: Waiting) -> None:
         """`entry`, which is in here, has gone for good."""
         entry.left = True

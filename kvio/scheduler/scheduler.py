@@ -1,17 +1,21 @@
 """The queues around the decisions: requests come in, engines report, routes go out."""
+from dataclasses import replace
 from operator import attrgetter
 
 from kvio.errors import InvalidArgument, KvioError, RequestTooLong, checked_int
-from kvio.scheduler.data import DE, PE, Rejection, Request, Route, RouteReason
+from kvio.scheduler.data import DE, PE, Rejection, Request, Route
 from kvio.scheduler.decode import choose_decode, choose_group
 from kvio.scheduler.fleet import Fleet
-from kvio.scheduler.paths import ReadChoice, policy
+from kvio.scheduler.paths import ReadChoice
+from kvio.scheduler.paths import policy as policy_of
 from kvio.scheduler.prefill import choose_prefill
 from kvio.scheduler.queues import Queue, Waiting
+from kvio.scheduler.reason import Reason
 
 __all__ = ["Scheduler"]
 
 NOTHING = ReadChoice((), "nothing to read")
+BETA_S = 5                          # beta is what a PE processes in this time
 _place = attrgetter("place")
 
 
@@ -20,9 +24,9 @@ class Scheduler:
 
     `policy` is a name or an object of `kvio.scheduler.paths`: "shorter_queue" is DualPath's, "pe"
     is Basic. `block_tokens` is the block size that parts are cut at. `recompute` is a rule in
-    front of the policy, None to load all hits: `recompute.num_load_tokens(request, block_tokens,
-    pe, de)` says how many of the hit tokens are loaded, whole blocks; `pe` and `de` are the
-    `NodeState`s of the request's nodes.
+    front of the policy, None to load all hits: `LoadOrRecompute`, or whatever has its method
+    `for_request`. It is told how long the PE is busy with earlier requests, at the pace that
+    beta, which is what a PE processes in 5 s, says.
 
     Engines form groups, all PE or all DE; the leader of a group fetches for all of it, about
     every 50 ms. A fetch may carry the reports of any subset of groups: engines that do not report
@@ -45,17 +49,17 @@ class Scheduler:
                  block_tokens: int = 1, recompute=None):
         self.alpha, self.beta = checked_int("alpha", alpha, 0), checked_int("beta", beta, 0)
         self.block_tokens = checked_int("block_tokens", block_tokens, 1)
-        self.policy, self.recompute = _policy(policy), recompute
-        if recompute is not None and not hasattr(recompute, "num_load_tokens"):
-            raise InvalidArgument("recompute must be None or an object with a method "
-                                  f"num_load_tokens, not {recompute!r}")
+        self.policy, self.recompute = policy_of(policy), recompute
+        if recompute is not None and not hasattr(recompute, "for_request"):
+            raise InvalidArgument("recompute must be None or an object with a method for_request, "
+                                  f"not {recompute!r}")
         self.num_routes = 0                         # the number of the latest route
         self._fleet, self._waiting = Fleet(), {}    # request_id -> Waiting
         self._num_submitted = 0
         self._prefill_queue = Queue()
         self._decode_queue = Queue()                # without a group yet
         self._complete = {}                         # request_id -> Waiting with both engines
-        self._rejected = []
+        self._routes, self._rejected = [], []       # that nobody has been told of
 
     # -- requests
 
@@ -134,12 +138,13 @@ class Scheduler:
         except TypeError as wrong:
             raise InvalidArgument(f"a fetch takes two lists of EngineReports: {wrong}") from None
         fleet, held = self._fleet, set()
-        reports = fleet.check(reports)
-        for side in (PE, DE):
-            for engine_id in fleet.restarted(side, reports[side]):
-                self.lose(side, engine_id)
+        reports, restarted = fleet.check(reports)
+        for side, engine_id in restarted:
+            self.lose(side, engine_id)
         prefill = fleet.take(PE, reports[PE], held)
         decode = fleet.take(DE, reports[DE], held)
+        if fleet.new_group:
+            self._share()
         for request_id in held.intersection(self._waiting) if held else ():
             self._reject(self._waiting[request_id], _held(request_id))
         return prefill, decode
@@ -217,14 +222,31 @@ class Scheduler:
                 entry.group = None
             self._decode_queue.put_back(leaving)
 
+    def _share(self):
+        """A decode group has joined: those that have more than their share of the load give the
+        last requests of their queues back, so that it is not idle while others wait. Beyond the
+        paper, where groups are there from the beginning."""
+        self._fleet.new_group = False
+        groups = self._fleet.groups[DE].values()
+        share = sum(group.load for group in groups) / len(groups)
+        leaving = []
+        for group in groups:
+            while group.queue and group.load > share:
+                leaving.append(group.queue.pop())
+                leaving[-1].group = None
+            self._fleet.by_load.touch(group)
+        self._decode_queue.put_back(leaving)
+
     # -- decisions
 
     def fetch(self, prefill_reports, decode_reports) -> list[Route]:
         """Routes for the requests that can start now, in the order in which they came.
 
         A request that has got one engine keeps it and waits for the other; the scheduler counts
-        it as that engine's load. Requests that turn out to be too long for all decode engines
-        are taken out: see `rejections`.
+        it as that engine's load. Requests that turn out to be too long for all decode engines,
+        and those that the policy refuses, are taken out: see `rejections`. Should the policy fail
+        with anything but a `KvioError`, that comes out here, and what had been decided before
+        comes with the next fetch.
         """
         prefill, decode = self._observe(prefill_reports, decode_reports)
         queue, complete = self._prefill_queue, self._complete
@@ -236,10 +258,14 @@ class Scheduler:
         self._enter_groups()
         groups = {}
         for engine in decode:
-            groups.setdefault(engine.group, []).append(engine)
+            if engine.group.queue:
+                groups.setdefault(engine.group, []).append(engine)
         for group, engines in groups.items():       # they do not see each other
             self._fetch_decode(group, engines)
-        return self._commit_all() if complete else []
+        if complete:
+            self._commit_all()
+        routes, self._routes = self._routes, []
+        return routes
 
     def _enter_groups(self):
         """Decode phase 1."""
@@ -270,19 +296,21 @@ class Scheduler:
         self._fleet.by_load.touch(group)
 
     def _commit_all(self):
-        routes = []
         for entry in sorted(self._complete.values(), key=_place):
             try:
-                routes.append(self._commit(entry))
+                self._routes.append(self._commit(entry))
             except KvioError as wrong:
                 self._reject(entry, wrong)
-        return routes
+            except Exception as wrong:              # of a policy: the other requests go on
+                self._reject(entry, InvalidArgument(
+                    f"request {entry.request.request_id}: the policy failed with {wrong!r}"))
+                raise
 
     def _commit(self, entry):
         """The read path is decided, and with it the route."""
         request, pe, de = entry.request, entry.prefill, entry.decode
         request_id, num_tokens, nodes = request.request_id, entry.num_tokens, self._fleet.nodes
-        choice = self._read_choice(request, pe.node, de.node)
+        choice = self._read_choice(request, pe, de)
         for part in choice.parts:
             if part.node_id not in nodes:
                 raise InvalidArgument(f"the policy let node {part.node_id} read, which is not "
@@ -297,22 +325,26 @@ class Scheduler:
             self._fleet.hold(engine, request_id)
         del self._waiting[request_id], self._complete[request_id]
         return Route(request_id, pe.engine_id, de.engine_id, choice.parts,
-                     RouteReason(choice.reason, entry.prefill_reason, entry.decode_reason),
-                     choice.push, number)
+                     Reason("{}; PE: {}; DE: {}", choice.reason, entry.prefill_reason,
+                            entry.decode_reason), choice.push, number)
 
     def _read_choice(self, request, pe, de):
-        hits = request.num_cached_tokens
+        """The policy's, of the hits that are worth loading."""
+        hits, rule = request.num_cached_tokens, None
         if hits and self.recompute is not None:
-            hits = checked_int("num_load_tokens", self.recompute.num_load_tokens(
-                request, self.block_tokens, pe.state, de.state), 0, hits)
-        if not hits:
-            return NOTHING
-        others = (node.state for node in self._fleet.by_finish_time
-                  if node is not pe and node is not de)
-        return self.policy.choose(hits, self.block_tokens, pe.state, de.state, others)
+            busy_s = BETA_S * (pe.num_tokens - request.num_tokens) / max(1, self.beta)
+            rule = self.recompute.for_request(request, self.policy, pe.node.state, de.node.state,
+                                              self._others(pe, de), busy_s)
+            hits = checked_int("num_tokens to load", rule.num_tokens, 0, hits)
+        choice = self.policy.choose(hits, self.block_tokens, pe.node.state, de.node.state,
+                                    self._others(pe, de)) if hits else NOTHING
+        return choice if rule is None else replace(
+            choice, reason=Reason("{}; {}", rule.reason, choice.reason))
 
-
-_policy = policy                    # the argument of that name hides it
+    def _others(self, pe, de):
+        """The nodes that are neither's, those first whose storage NIC comes free first."""
+        return (node.state for node in self._fleet.by_finish_time
+                if node is not pe.node and node is not de.node)
 
 
 def _held(request_id):
