@@ -258,7 +258,7 @@ def test_any_chunking_gives_the_bits_of_prefill_in_one_piece(
     """A packer that cuts wherever it likes: one token, in the middle of a block, at its end."""
     random, cuts = Random(seed), []
 
-    def cut_anywhere(ready, quota_s, attention_time):
+    def cut_anywhere(ready, *_):
         batch = []
         for work in ready:
             if batch and random.random() < 0.3:
