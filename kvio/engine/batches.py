@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvio.engine.clock import now_s
+from kvio.errors import InvalidArgument
 from kvio.scheduler import PrefillWork, pack_prefill
 
 __all__ = ["Batch", "BatchRecord", "Batches", "Chunk"]
@@ -98,6 +99,7 @@ class Batches:
         self.layout, self._free = layout, list(workspaces)
         self.quota_s, self.attention_time = quota_s, attention_time
         self._taken_time = taken_time or attention_time
+        self._num_blocks = min(workspace.num_blocks for workspace in workspaces)
         self.records = []                       # a BatchRecord for each that has computed
         self._ready, self._order = deque(), deque()
         self._computing = None                  # the chunk that has the stream
@@ -108,7 +110,11 @@ class Batches:
         return len(self._ready)
 
     def join(self, job) -> None:
-        """All that the job needs lies in the buffers."""
+        """All that the job needs lies in the buffers. InvalidArgument if no batch could hold it."""
+        num_blocks = self.layout.num_blocks(job.num_tokens)
+        if num_blocks > self._num_blocks:
+            raise InvalidArgument(f"request {job.request_id} needs {num_blocks} blocks of PE HBM, "
+                                  f"a batch has {self._num_blocks}: raise batch_tokens")
         self._ready.append(job)
         self._fill()
 
