@@ -134,6 +134,11 @@ class Prefill:
         self._tasks.append(task)
         task.add_done_callback(lambda task: self._over(task, chunk))
 
+    def fail(self, error) -> None:
+        """Called by `batches`: it cannot be put into a batch."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
     def _over(self, task, chunk):
         """Here, because a task that is cancelled before it begins does not even end."""
         failure = asyncio.CancelledError() if task.cancelled() else task.exception()

@@ -18,6 +18,7 @@ from kvio.engine.compute import ModelCompute, TimedCompute
 from kvio.engine.model import LlamaModel
 from kvio.engine.request import Session, Turn
 from kvio.engine.workload import run_sessions
+from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout
 from kvio.scheduler import DE, PE, Part, ReadChoice
 from kvio.scheduler.quota import AttentionModel
@@ -111,6 +112,11 @@ def test_a_request_behind_another_is_never_before_it():
     """FIFO: a small one does not slip into the hole that a large one leaves."""
     assert form([(1, 0, 9), (2, 0, 13), (3, 0, 4)], quota_s=50.0, num_blocks=4) == [
         (1, (0, 9), 0), (2, (0, 13), 1)]
+
+
+def test_what_no_batch_could_hold_is_refused_instead_of_waiting_for_ever():
+    with pytest.raises(InvalidArgument, match="request 1 needs 3 blocks of PE HBM, a batch has 2"):
+        form([(1, 0, 9)], num_blocks=2)
 
 
 lengths = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 17)), min_size=1, max_size=7)
@@ -258,7 +264,7 @@ def test_any_chunking_gives_the_bits_of_prefill_in_one_piece(
     """A packer that cuts wherever it likes: one token, in the middle of a block, at its end."""
     random, cuts = Random(seed), []
 
-    def cut_anywhere(ready, quota_s, attention_time):
+    def cut_anywhere(ready, *_):
         batch = []
         for work in ready:
             if batch and random.random() < 0.3:

@@ -301,3 +301,24 @@ def test_the_quota_evens_out_what_engines_compute_at_a_time(quota_s):
     rounds = list(zip(first, second))[:-1]          # the last ones are what was left
     uneven = statistics.fmean(2 * max(both) / sum(both) for both in rounds)
     assert len(rounds) > 5 and (uneven > 1.2 if quota_s is None else uneven < 1.06)
+
+
+def test_a_prediction_that_is_none_fails_its_requests_and_no_others():
+    """Of contexts of 100 tokens and more it says nothing."""
+    def predicted(cached, new):
+        return float("nan") if cached + new >= 100 else 1e-6 * new
+
+    async def main():
+        async with Cluster(config(TIMED, num_prefill=1, quota_s=2e-5, attention_time=predicted),
+                           "none", None, timed_compute) as cluster:
+            asked = [cluster.generate(f"a{i}", [i] * length, 2)
+                     for i, length in enumerate((30, 120, 40, 100, 50))]
+            served = await asyncio.gather(*asked, return_exceptions=True)
+            assert_all_is_given_back(cluster)
+            return served
+    served = asyncio.run(main())
+    for i, request in enumerate(served):
+        if i % 2:
+            assert isinstance(request, InvalidArgument) and "attention_time" in str(request)
+        else:
+            assert request.finished
