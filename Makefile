@@ -43,7 +43,8 @@ help:
 	@echo 'make test      all tests, benchmarks once each, the wheel (< 10 min)'
 	@echo 'make bench     the benchmarks, with their table of ratios'
 	@echo 'make lab       verbs on real RDMA packets, in a virtual machine (< 10 min, set-up aside); installs QEMU'
-	@echo 'make soak      kill -9 and power cuts for long (KILLS=500 CUTS=100); installs QEMU'
+	@echo 'make soak      kill -9, power cuts, random faults for long (KILLS=500 CUTS=100'
+	@echo '               FAULT_SEEDS=5000); installs QEMU'
 	@echo 'make lmcache   the LMCache connector under the real package (TORCH=... for its torch)'
 	@echo 'make sanitize  the C code under ASan + UBSan, then TSan'
 	@echo 'make wheel     a wheel in dist/, tested in a venv without a compiler'
@@ -79,11 +80,13 @@ wheel: setup
 # A line a round goes to build/soak/*.log. A failure names the seed: SEED=... tries it again.
 KILLS := 500
 CUTS := 100
+FAULT_SEEDS := 5000
 soak: setup
 	.ci/lab-setup
 	@mkdir -p build/soak
 	$(PY) tests/soak/soak_kill.py --rounds $(KILLS) --log build/soak/kill.log $(if $(SEED),--seed $(SEED))
 	$(PY) tests/soak/soak_power.py --rounds $(CUTS) --log build/soak/power.log $(if $(SEED),--seed $(SEED))
+	$(PY) tests/engine/fault_driver.py --seeds $(FAULT_SEEDS) --log build/soak/faults.log $(if $(SEED),--first $(SEED))
 
 sanitize: setup
 	.ci/sanitize asan $(ARGS)

@@ -9,10 +9,10 @@ import operator as _operator
 import os as _os
 
 __all__ = [
-    "BackendUnavailable", "BlocksMissing", "Busy", "Closed", "FormatError", "InvalidArgument",
-    "KvioError", "LayoutMismatch", "MappingFailed", "ModelMissing", "OutOfBlocks", "PlotMissing",
-    "RequestTooLong", "StoreError", "TransferError", "TransferTimeout", "checked_int",
-    "errno_name",
+    "BackendUnavailable", "BlocksMissing", "Busy", "Closed", "EngineLost", "FormatError",
+    "InvalidArgument", "KvioError", "LayoutMismatch", "MappingFailed", "ModelMissing",
+    "OutOfBlocks", "PlotMissing", "ReadStalled", "RequestTooLong", "StoreError", "TransferError",
+    "TransferTimeout", "checked_int", "errno_name",
 ]
 
 
@@ -108,6 +108,24 @@ class BlocksMissing(KvioError, LookupError):
     def __init__(self, message: str, num_usable_blocks: int):
         super().__init__(message)
         self.num_usable_blocks = num_usable_blocks
+
+
+class ReadStalled(KvioError, TimeoutError):
+    """A storage NIC has read nothing for too long. The read keeps its memory until it has drained;
+    `nic` is the name of the storage NIC: read through another one, or compute again."""
+
+    def __init__(self, message: str, nic: str):
+        super().__init__(message)
+        self.nic = nic
+
+
+class EngineLost(KvioError, RuntimeError):
+    """An engine has died with a request on it. `engine` is its name. Requests are routed again by
+    themselves; who sees this has no engine of that side left: start one, submit again."""
+
+    def __init__(self, message: str, engine: str):
+        super().__init__(message)
+        self.engine = engine
 
 
 def checked_int(name: str, value, least: int, most: int | None = None) -> int:

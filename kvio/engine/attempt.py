@@ -3,17 +3,16 @@ import asyncio
 
 import numpy as np
 
-from kvio.engine.decode import DecodeEngine, drained
+from kvio.engine.decode import DecodeEngine
+from kvio.engine.moves import move
 from kvio.engine.prefill import Prefill
-from kvio.errors import Busy, Closed, TransferError
-from kvio.loader import (NIC_WRITE, RELEASE, Binding, Mover, buffer_order, insert_steps,
-                         load_steps, persist_plan, run_plan)
+from kvio.errors import Closed, TransferError
+from kvio.loader import (RELEASE, Binding, Mover, buffer_order, insert_steps, load_steps,
+                         persist_plan, run_plan)
 from kvio.loader.plan import DE_BUFFER, DE_HBM, side_of
 from kvio.scheduler import DE, PE
 
 __all__ = ["Attempt"]
-
-FENCE_S = 0.0005            # between two looks at a queue pair that has failed
 
 
 class Attempt:
@@ -79,25 +78,7 @@ class Attempt:
         await self._move(step, binding)
 
     async def _move(self, step, binding):
-        """A move that has failed is over only when no late byte of it can land."""
-        try:
-            await self.mover.perform(step, binding)
-        except TransferError:
-            if step.kind == NIC_WRITE:
-                await drained([asyncio.ensure_future(self._fence(step))])
-            raise
-
-    async def _fence(self, step):
-        """Packets of a WRITE that has failed may still be on their way, but not past a queue pair
-        that was reset, or has gone: until then nobody gets the memory that they are for."""
-        peer = self.mover.peers.get((step.side, side_of(step.target)))
-        while peer is not None:
-            try:
-                return peer.reset()
-            except Busy:                            # others' transfers on it have still to flush
-                await asyncio.sleep(FENCE_S)
-            except (Closed, OSError):
-                return
+        await move(self.mover, step, binding)
 
     def _take_hbm(self, binding):
         blocks = self.layout.num_blocks(self.request.num_prompt_tokens
@@ -146,9 +127,9 @@ async def persist_prompt_block(engine: DecodeEngine, mover: Mover, block: int, i
     """Block `block` of a prompt, which lies in the DE buffer, to the store; then it is free."""
     try:
         steps = persist_plan(engine.layout, block, from_hbm=False)
-        await run_plan(steps, lambda step: mover.perform(step, binding))
+        await run_plan(steps, lambda step: move(mover, step, binding))
         engine.num_persisted_blocks += 1
-    except TransferError:
+    except (Closed, TransferError):
         engine.num_persist_failures += 1            # it costs reuse, not the request
         mover.recover()
     finally:

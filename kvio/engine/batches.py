@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvio.engine.clock import now_s
+from kvio.errors import InvalidArgument
 from kvio.scheduler import PrefillWork, pack_prefill
 
 __all__ = ["Batch", "BatchRecord", "Batches", "Chunk"]
@@ -24,8 +25,8 @@ _LOOK_AHEAD = 64            # ready requests that are looked at at once
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """What a batch was: when it computed (now_s), and its predicted attention time (None where
-    no model says one). Chunks that failed are not counted."""
+    """What a batch was: when it computed (now_s), and its attention time (None where nobody says
+    one). Chunks that failed are not counted."""
 
     begin_s: float
     end_s: float
@@ -40,8 +41,9 @@ class Chunk:
     `first_block` of the batch's workspace. `sent[layer]` is done once the layer's KV lies in the
     DE buffer, for the chunk that follows."""
 
-    def __init__(self, job, batch, tokens, first_block, num_layers):
+    def __init__(self, job, batch, tokens, first_block, num_layers, attention_s):
         self.job, self.batch, self.tokens, self.first_block = job, batch, tokens, first_block
+        self.attention_s = attention_s
         self.previous = job.chunks[-1] if job.chunks else None
         self.last = tokens[1] == job.num_tokens
         self.why = None                         # why it was given up
@@ -86,15 +88,18 @@ class Batch:
 
 class Batches:
     """The batches of one prefill engine. `workspaces` are HBM, one for each batch that is being
-    computed or fetched. `quota_s` None: one whole request a batch.
+    computed or fetched. `quota_s` None: one whole request a batch. `attention_time` predicts for
+    the quota, `taken_time` says for the records what it took; both (cached, new) -> seconds.
 
     A job has `request_id`, `num_cached_tokens` (with KV, or about to be computed), `num_tokens`,
-    its `chunks` so far, and `begin(chunk)`, which is called once for each.
+    its `chunks` so far, `begin(chunk)`, which is called once for each, and `fail(error)`.
     """
 
-    def __init__(self, layout, workspaces, quota_s=None, attention_time=None):
+    def __init__(self, layout, workspaces, quota_s=None, attention_time=None, taken_time=None):
         self.layout, self._free = layout, list(workspaces)
         self.quota_s, self.attention_time = quota_s, attention_time
+        self._taken_time = taken_time or attention_time
+        self._num_blocks = min(workspace.num_blocks for workspace in workspaces)
         self.records = []                       # a BatchRecord for each that has computed
         self._ready, self._order = deque(), deque()
         self._computing = None                  # the chunk that has the stream
@@ -105,7 +110,11 @@ class Batches:
         return len(self._ready)
 
     def join(self, job) -> None:
-        """All that the job needs lies in the buffers."""
+        """All that the job needs lies in the buffers. InvalidArgument if no batch could hold it."""
+        num_blocks = self.layout.num_blocks(job.num_tokens)
+        if num_blocks > self._num_blocks:
+            raise InvalidArgument(f"request {job.request_id} needs {num_blocks} blocks of PE HBM, "
+                                  f"a batch has {self._num_blocks}: raise batch_tokens")
         self._ready.append(job)
         self._fill()
 
@@ -153,38 +162,49 @@ class Batches:
         """Ready jobs into the batch that is open, and into new ones while there is HBM."""
         while self._ready:
             batch = self._order[-1] if self._order and self._order[-1].open else None
-            if batch is None or not self._add(batch):
+            try:
+                if batch is not None and self._add(batch):
+                    continue
                 if not self._free:
                     return
-                batch = Batch(self._free.pop())
-                self._order.append(batch)
-                self._add(batch)
+                self._order.append(Batch(self._free.pop()))
+                self._add(self._order[-1])
+            except Exception as failed:             # of attention_time, which is not ours
+                self._ready.popleft().fail(failed)
 
     def _add(self, batch):
         """Chunks of the first ready jobs, as many as go; False if none does."""
         members = [chunk for chunk in batch.chunks if not chunk.gone]
-        if members and not members[-1].last:
+        if members and (self.quota_s is None or not members[-1].last):
             return False                            # it was cut: the quota is used up
         works = [chunk.work for chunk in members]
-        for job, _ in zip(self._ready, range(_LOOK_AHEAD)):
+        for job, _ in zip(self._ready, range(1 if self.quota_s is None else _LOOK_AHEAD)):
             works.append(PrefillWork(job.request_id, job.num_cached_tokens,
                                      job.num_tokens - job.num_cached_tokens))
-        attention = self.attention_time if self.quota_s is not None else None
-        taken = pack_prefill(works, self.quota_s, attention)[len(members):]
+        try:
+            taken = self._pack(works)[len(members):]
+        except Exception:                           # because of which one? if of the first, of it
+            taken = self._pack(works[:len(members) + 1])[len(members):]
         before = len(batch.chunks)
         for _, num_new in taken:
             job = self._ready[0]
             start = job.num_cached_tokens
+            taken_s = None if self._taken_time is None else self._taken_time(start, num_new)
             first = batch.workspace.take(self.layout.num_blocks(start + num_new))
             if first is None:
                 break                               # it begins the next batch
-            chunk = Chunk(job, batch, (start, start + num_new), first, self.layout.num_layers)
+            chunk = Chunk(job, batch, (start, start + num_new), first, self.layout.num_layers,
+                          taken_s)
             batch.chunks.append(chunk)
             job.num_cached_tokens = start + num_new
             if chunk.last:
                 self._ready.popleft()
             job.begin(chunk)
         return len(batch.chunks) > before
+
+    def _pack(self, works):
+        return pack_prefill(works, self.quota_s,
+                            None if self.quota_s is None else self.attention_time)
 
     # ---- the stream
 
@@ -213,7 +233,9 @@ class Batches:
         self._fill()
 
     def _release(self, batch):
-        if not batch.open and batch.num_finished == len(batch.chunks) and batch.workspace is not None:
+        if batch.workspace is None or batch.open:
+            return
+        if batch.num_finished == len(batch.chunks):
             batch.workspace.clear()
             self._free.append(batch.workspace)
             batch.workspace = None
@@ -221,13 +243,13 @@ class Batches:
             self._fill()
 
     def _note(self, batch):
-        works = [chunk.work for chunk in batch.chunks if not chunk.gone]
+        chunks = [chunk for chunk in batch.chunks if not chunk.gone]
+        works = [chunk.work for chunk in chunks]
         if works:
-            attention = None if self.attention_time is None else sum(
-                self.attention_time(w.num_cached_tokens, w.num_new_tokens) for w in works)
             self.records.append(BatchRecord(
                 batch.begin_s, now_s(), len(works), sum(w.num_cached_tokens for w in works),
-                sum(w.num_new_tokens for w in works), attention))
+                sum(w.num_new_tokens for w in works),
+                None if self._taken_time is None else sum(c.attention_s for c in chunks)))
 
 
 def _fail(future, why):

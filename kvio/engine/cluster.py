@@ -9,13 +9,15 @@ import contextlib
 from dataclasses import dataclass
 
 from kvio.engine.collectives import CollectiveSetting, Collectives
-from kvio.engine.decode import DecodeEngine, drained
+from kvio.engine.decode import DecodeEngine
+from kvio.engine.moves import drained
 from kvio.engine.oracle import CopyMover, MemoryStore
 from kvio.engine.prefill import PrefillEngine
-from kvio.engine.request import EngineRequest, usable_hits
+from kvio.engine.request import MENDED, EngineRequest, usable_hits
+from kvio.engine.rerouting import PatientRing, Recovery
 from kvio.engine.serving import Serving
 from kvio.engine.trace import Tracer
-from kvio.errors import Closed, InvalidArgument
+from kvio.errors import Busy, Closed, EngineLost, InvalidArgument
 from kvio.layout import BlockLayout, block_keys, root_key, token_array
 from kvio.loader import Mover
 from kvio.scheduler import DE, PE, EngineReport, Request, Scheduler
@@ -26,6 +28,7 @@ from kvio.transfer import KV, Fabric, Nic, TrafficClass
 __all__ = ["Cluster", "ClusterConfig", "MODES"]
 
 MODES = ("none", "basic", "dualpath", "oracle")
+INF = float("inf")
 _POLICIES = {"none": "pe", "basic": "pe", "dualpath": "shorter_queue", "oracle": "pe"}
 
 
@@ -43,6 +46,7 @@ class ClusterConfig:
     quota_s: predicted attention time of a prefill batch at most; None: a whole request a batch.
     attention_time(cached, new): that prediction in seconds, None for the compute's own.
     batch_tokens: what a batch may hold in PE HBM, hits included, None for max_tokens.
+    max_attempts, read_timeout_s: what is put up with, see `rerouting.Recovery`.
     """
 
     layout: BlockLayout
@@ -65,11 +69,18 @@ class ClusterConfig:
     quota_s: float | None = None
     attention_time: object = None
     batch_tokens: int | None = None
+    max_attempts: int = 3
+    read_timeout_s: float | None = None
 
     def __post_init__(self):
+        Recovery(self.max_attempts, self.read_timeout_s)
         if self.nic != "soft" and self.cnic_bytes_per_s:
             raise InvalidArgument(f"cnic_bytes_per_s paces soft NICs; {self.nic!r} goes as fast "
                                   "as it goes: leave it 0")
+
+    @property
+    def recovery(self) -> Recovery:
+        return Recovery(self.max_attempts, self.read_timeout_s)
 
     def namespace(self, session: str) -> bytes:
         """What a session's block keys begin with: hits count inside a session only."""
@@ -107,6 +118,10 @@ class Cluster:
         self.prefill, self.decode, self._peers = [], [], {}
         self._waiting, self._ids = {}, 0            # request_id -> (request, future)
         self._serving, self._closed = {}, False     # task -> future: until `generate` has ended
+        self.lost = {}                              # name -> why, of engines that have died
+        self._routed, self._ending = set(), []      # Servings; tasks that see the dead off
+        self._strays = set()                        # reads that were given up and go on
+        self._mended = dict.fromkeys(MENDED, 0)
         self.collectives, self._fabric = None, fabric
         if self._fabric is None and config.nic == "soft":
             self._fabric = Fabric()
@@ -176,7 +191,74 @@ class Cluster:
         await drained(list(self._serving.values()))
         for engine in self.decode:
             await engine.stop()
+        await drained(self._ending)
+        if self._strays:
+            await asyncio.gather(*(_close_ring(engine.ring) for engine in self.engines))
+            await drained(list(self._strays))
         self._to_close.close()
+
+    def kill(self, name: str) -> None:
+        """An engine dies now, as its process would: queue pairs and storage ring end, its tasks as
+        well. Requests that need it are routed anew (EngineLost, if no engine of its side is left)
+        and go on behind the last token they have. Its memory stays until no device uses it."""
+        engine = next((engine for engine in self.engines if engine.name == name), None)
+        if engine is None:
+            raise InvalidArgument(f"no engine is called {name!r}; there are "
+                                  + ", ".join(engine.name for engine in self.engines))
+        if name in self.lost or self._closed:
+            return
+        side = PE if engine in self.prefill else DE
+        self.lost[name] = f"engine {name} has died"
+        engine.nic.fail()                           # nothing is in flight on its queue pairs now
+        _closed(self._ends_of(engine))
+        if side == DE:
+            engine.die()
+            if self.collectives is not None:
+                self.collectives.lose(engine.engine_id)
+        for serving in list(self._routed):
+            serving.lose(engine, self.lost[name])
+        self._ending.append(asyncio.ensure_future(self._see_off(engine)))
+        self.scheduler.lose(side, engine.engine_id)
+        self._refuse_all()
+        self.fetch()
+
+    async def _see_off(self, engine):
+        """Its ring and NIC end once no device works for them any more."""
+        if engine.ring is not None:
+            await _close_ring(engine.ring)
+        while not _closed([*self._ends_of(engine), engine.nic]):
+            await asyncio.sleep(0.001)
+
+    def _ends_of(self, engine):
+        return [peer for names, peer in self._peers.items() if engine.name in names]
+
+    def _refuse_all(self):
+        """Requests that wait for a route have none to wait for, if no engine of a side is left."""
+        for request, routed in list(self._waiting.values()):
+            failure = self._none_left(request)
+            if failure is not None and not routed.done():
+                self.scheduler.cancel(request.request_id)
+                del self._waiting[request.request_id]
+                routed.set_exception(failure)
+
+    def _none_left(self, request):
+        """EngineLost if there is no engine that could serve it."""
+        for word, option, engines in (("prefill", "num_prefill", self.prefill),
+                                      ("decode", "num_decode", self.decode)):
+            names = [engine.name for engine in engines]
+            if all(name in self.lost for name in names):
+                return EngineLost(f"request {request.request_id}: all {word} engines have died "
+                                  f"({', '.join(names)}): open a cluster with more of them "
+                                  f"({option}) and submit it again", names[-1])
+        return None
+
+    def counters(self) -> dict:
+        """What went wrong and was mended since the cluster was opened: requests planned again
+        ("replans": fewer hits), tried again ("retries"), "read_failovers" (another storage NIC),
+        "reroutes" (other engines); "engines_lost"; "persist_failures" (blocks not stored)."""
+        return {**{figure[4:]: count for figure, count in self._mended.items()},
+                "engines_lost": len(self.lost),
+                "persist_failures": sum(e.num_persist_failures for e in self.decode)}
 
     async def generate(self, session: str, prompt, num_new_tokens: int) -> EngineRequest:
         """Serve one request: all tokens generated, all its full blocks stored."""
@@ -189,6 +271,7 @@ class Cluster:
         finally:
             del self._serving[task]
             ended.set_result(None)
+            task = None                             # which holds what it ends by, and that us
 
     async def _generate(self, session, prompt, num_new_tokens):
         config, namespace = self.config, self.config.namespace(session)
@@ -204,21 +287,40 @@ class Cluster:
         request = EngineRequest(self._ids, session, prompt, num_new_tokens,
                                 block_keys(prompt, self.layout, namespace),
                                 root_key(self.layout, namespace))
-        if self.store is not None:
-            stored = self.store.match(request.keys) * self.layout.block_tokens
-            request.num_hit_tokens = usable_hits(stored, len(prompt), self.layout)
-        serving = await self._route(request)
-        await serving.run()
+        try:
+            await self._serve(request)
+        finally:
+            for figure in MENDED:
+                self._mended[figure] += getattr(request, figure)
         return request
 
+    async def _serve(self, request):
+        """Until all tokens are there, over as many routes as it takes: an engine that dies ends
+        one. What there is of the request then is matched anew, generated tokens included."""
+        while True:
+            if self.store is not None:
+                stored = self.store.match(request.keys) * self.layout.block_tokens
+                request.num_hit_tokens = usable_hits(stored, request.num_prompt_tokens,
+                                                     self.layout)
+            serving = await self._route(request)
+            try:
+                return await serving.run()
+            except EngineLost as lost:
+                request = serving.request
+                if request.finished:                # some blocks are not stored: it costs reuse
+                    return
+                request.note("num_reroutes", str(lost))
+                request = request.rest(self.layout)
+            finally:
+                self._routed.discard(serving)
+
     async def _route(self, request):
-        """Wait until the scheduler has a place for the request."""
+        """Wait until the scheduler has a place for the request. EngineLost if there is none."""
+        failure = self._none_left(request)
+        if failure is not None:
+            raise failure
         routed = asyncio.get_running_loop().create_future()
-        blocks = self.layout.num_blocks(request.num_prompt_tokens + request.num_new_tokens)
-        # HBM comes in whole blocks, so the scheduler is told whole blocks of tokens.
-        self.scheduler.submit(Request(
-            request.request_id, request.num_prompt_tokens, request.num_hit_tokens,
-            blocks * self.layout.block_tokens - request.num_prompt_tokens))
+        self._submit(request)
         self._waiting[request.request_id] = request, routed
         self.fetch()
         try:
@@ -226,9 +328,17 @@ class Cluster:
         except asyncio.CancelledError:
             self.scheduler.cancel(request.request_id)
             self._waiting.pop(request.request_id, None)
-            if routed.done() and not routed.cancelled() and not routed.exception():
+            if routed.done() and not routed.cancelled() and routed.exception() is None:
+                self._routed.discard(routed.result())
                 routed.result().leave_all()
             raise
+
+    def _submit(self, request):
+        blocks = self.layout.num_blocks(request.num_prompt_tokens + request.num_new_tokens)
+        # HBM comes in whole blocks, so the scheduler is told whole blocks of tokens.
+        self.scheduler.submit(Request(
+            request.request_id, request.num_prompt_tokens, request.num_hit_tokens,
+            blocks * self.layout.block_tokens - request.num_prompt_tokens))
 
     def fetch(self) -> None:
         """Ask the scheduler what can start now; at once, since nobody here is far away."""
@@ -243,8 +353,10 @@ class Cluster:
             request.parts, request.reason = route.parts, str(route.reason)
             request.num_hit_tokens = route.num_load_tokens
             nodes = self._nodes(route)
-            routed.set_result(Serving(request, route, nodes, self._mover(nodes, request),
-                                      self.fetch))
+            serving = Serving(request, route, nodes, self._mover(nodes, request),
+                              self.fetch, self.config.recovery)
+            self._routed.add(serving)
+            routed.set_result(serving)
         for request_id, error in self.scheduler.rejections():
             routed = self._waiting.pop(request_id)[1]
             if not routed.done():
@@ -267,7 +379,7 @@ class Cluster:
                                   request.request_id)
 
     def _plain_mover(self, nodes):
-        rings = {side: node.ring for side, node in nodes.items()}
+        rings = {side: self._ring(node) for side, node in nodes.items()}
         if self.mode == "oracle":
             return CopyMover(self.layout, rings)
         peers = {(a, b): self._peers[nodes[a].name, nodes[b].name] for a in nodes for b in nodes}
@@ -277,18 +389,49 @@ class Cluster:
     @property
     def _snic_tokens_per_s(self):
         """All nodes have the same storage NIC: one that is not paced counts as 1."""
-        return self.config.snic_bytes_per_s / sum(self.layout.layer_bytes_per_token) or 1.0
+        return self._in_tokens(self.config.snic_bytes_per_s) or 1.0
+
+    def _in_tokens(self, nbytes):
+        return nbytes / sum(self.layout.layer_bytes_per_token)
+
+    def _ring(self, node):
+        """The node's ring as a request uses it: it does not wait for ever, unless it is to."""
+        timeout_s = self.config.read_timeout_s
+        if node.ring is None or timeout_s is None or self.mode == "oracle":
+            return node.ring
+        return PatientRing(node.name, node.ring, timeout_s, self._strays, node.buffer.regrant)
 
     def _reports(self):
         """What the engines say of themselves."""
         prefill, decode = [], []
         for node, engine in enumerate(self.engines):
+            if engine.name in self.lost:
+                continue
             queue = engine.read_queue_tokens if engine.ring is not None else 0
-            decodes = node >= len(self.prefill)
-            (decode if decodes else prefill).append(EngineReport(
-                engine.engine_id, node, engine.num_requests, engine.num_tokens, queue,
-                engine.free_hbm_tokens if decodes else 0,
-                hbm_tokens=engine.num_hbm_tokens if decodes else None,
-                snic_tokens_per_s=self._snic_tokens_per_s,
-                lend_tokens=engine.lend_tokens if engine.ring is not None else 0))
+            figures = engine.engine_id, node, engine.num_requests, engine.num_tokens, queue
+            lends = {"snic_tokens_per_s": self._snic_tokens_per_s,
+                     "lend_tokens": engine.lend_tokens if engine.ring is not None else 0,
+                     "lend_tokens_per_s": self._in_tokens(self.config.cnic_bytes_per_s) or INF}
+            if node < len(self.prefill):
+                prefill.append(EngineReport(*figures, **lends))
+            else:
+                decode.append(EngineReport(*figures, engine.free_hbm_tokens, **lends,
+                                           hbm_tokens=engine.num_hbm_tokens))
         return prefill, decode
+
+
+async def _close_ring(ring):
+    """Without blocking the loop: what a device has begun has to end first."""
+    if ring is not None:
+        await asyncio.get_running_loop().run_in_executor(None, lambda: ring.close(cancel=True))
+
+
+def _closed(ends) -> bool:
+    """Close what is idle of these; are all closed?"""
+    busy = False
+    for end in ends:
+        try:
+            end.close()
+        except Busy:
+            busy = True
+    return not busy

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvio.engine.decode import drained
+from kvio.engine.moves import drained
 from kvio.errors import Busy, Closed, InvalidArgument, TransferError
 from kvio.layout import WR_DTYPE, WRITE
 from kvio.transfer import COLLECTIVE, Access, TrafficClass
@@ -73,6 +73,14 @@ class Collectives:
         member.peers.append(member.engine.nic.connect(other.engine.name,
                                                       classes=[self.setting.traffic_class]))
 
+    def lose(self, index: int) -> None:
+        """Engine `index` has died: the others go on without it."""
+        name = self._members[index].engine.name
+        for member in self._members:
+            kept = [i for i, peer in enumerate(member.peers) if peer.remote_name != name]
+            member.peers = [member.peers[i] for i in kept]
+            member.writes = [member.writes[i] for i in kept]
+
     def of(self, index: int):
         """What engine `index` of the group awaits in each of its steps."""
         member = self._members[index]
@@ -84,6 +92,8 @@ class Collectives:
 
     async def _exchange(self, member):
         """One collective of one member: posted at once to all others, done when all have it."""
+        if not member.peers:
+            return                              # it is the last of its group
         work = asyncio.ensure_future(self._write(member))
         try:
             await asyncio.wait([work])

@@ -210,5 +210,13 @@ class TimedCompute:
         for sequence in sequences:
             self.write_records(sequence.kv_rows(sequence.num_tokens),
                                sequence.request.generated[-1:], sequence.num_tokens, layers)
+            sequence.state ^= self._digest(sequence.request.generated[-1:], sequence.num_tokens)
         await self._stream(self.decode_s, now_s())
-        return [self._token(s.request.generated[-1], s.num_tokens, s.state) for s in sequences]
+        return [self._token(s.request.generated[-1], s.num_tokens + 1, s.state)
+                for s in sequences]
+
+    def _digest(self, tokens, position):
+        """What `_check` makes of one token's records in all layers: tokens depend on all KV before
+        them, however that came about."""
+        layers = np.arange(self.layout.num_layers)
+        return int(np.bitwise_xor.reduce(self.records(tokens, position, layers)))

@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvio.engine.moves import drained, move
 from kvio.engine.node import Node
+from kvio.engine.request import chained_keys
 from kvio.errors import Closed, TransferError
-from kvio.layout import block_keys
 from kvio.loader import Binding, persist_plan, run_plan
 from kvio.loader.mover import Mover, Place
 from kvio.loader.plan import DE_BUFFER, DE_HBM
 from kvio.memory import LayerPool
 from kvio.transfer import Access
 
-__all__ = ["DecodeEngine", "Sequence", "drained"]
+__all__ = ["DecodeEngine", "Sequence"]
 
 
 @dataclass(eq=False)
@@ -61,10 +62,12 @@ class DecodeEngine(Node):
         self.num_requests = self.num_tokens = 0     # assigned and not yet decoded
         self.promised_blocks = 0                    # HBM of assigned requests, held or to come
         self.num_persisted_blocks = self.num_persist_failures = 0
+        # Blocks on their way to the store hold a part of the buffer at most: prompts come first.
+        self._persist_room = asyncio.Semaphore(max(1, buffer_blocks // 4))
         self.exchange = None                        # async, awaited at the end of each step
         self._batch, self._joining = [], []
         self._computing, self._computed = None, ()  # the step that runs, and its sequences
-        self._work, self._task = asyncio.Event(), None
+        self._work, self._task, self._dead = asyncio.Event(), None, False
 
     @property
     def free_hbm_tokens(self) -> int:
@@ -83,6 +86,11 @@ class DecodeEngine(Node):
         """Run the decode loop as a task of the running event loop."""
         self._task = asyncio.ensure_future(self._loop())
 
+    def die(self) -> None:
+        """End the loop now; sequences still in it are cancelled. `stop` is called later."""
+        self._dead = True
+        self._task.cancel()
+
     async def stop(self) -> None:
         """End the loop; sequences still in it are cancelled."""
         task, self._task = self._task, None         # its traceback would keep the HBM alive
@@ -96,7 +104,7 @@ class DecodeEngine(Node):
         try:
             if not sequence.request.finished:
                 await self.compute.begin_decode(sequence)
-                if self._task is None:
+                if self._task is None or self._dead:
                     raise Closed(f"decode engine {self.name} has stopped")
                 self._joining.append((sequence, mover))
                 self._work.set()
@@ -162,6 +170,10 @@ class DecodeEngine(Node):
 
     async def _persist(self, sequence, mover, block):
         """A block has filled up: HBM -> DRAM -> store."""
+        async with self._persist_room:
+            await self._persist_now(sequence, mover, block)
+
+    async def _persist_now(self, sequence, mover, block):
         tokens, request = self.layout.block_tokens, sequence.request
         ids = np.full(block + 1, -1, np.int64)
         ids[block:] = held = await self.buffer.acquire(1)
@@ -171,28 +183,10 @@ class DecodeEngine(Node):
                                      DE_HBM: self.hbm_place(sequence.ids)})
             steps = [s for s in persist_plan(self.layout, block, from_hbm=True)
                      if s.source != s.target]       # the buffer is released below, in any case
-            await run_plan(steps, lambda step: mover.perform(step, binding))
+            await run_plan(steps, lambda step: move(mover, step, binding))
             self.num_persisted_blocks += 1
-        except TransferError:
+        except (Closed, TransferError):
             self.num_persist_failures += 1          # it costs reuse, not the request
             mover.recover()
         finally:
             self.buffer.release(held)
-
-
-def chained_keys(request, tokens, layout) -> np.ndarray:
-    """Keys of all full blocks of `tokens`, of which the request's own keys are the beginning."""
-    known = len(request.keys)
-    parent = request.keys[-1]["key"].tobytes() if known else request.root
-    more = block_keys(tokens[known * layout.block_tokens:], layout, parent=parent)
-    return np.concatenate([request.keys, more])
-
-
-async def drained(tasks):
-    """Tasks that have begun to move a block end before its memory is given to anyone else."""
-    for task in tasks:
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError:
-                continue

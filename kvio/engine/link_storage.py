@@ -157,8 +157,11 @@ class LinkRing:
             table += nbytes * np.diff(edges) / max(end - begin, 1e-12)
         return 0, _WINDOW_NS, table
 
-    def close(self) -> None:
-        self._nic.close()
+    def close(self, *, cancel: bool = False) -> None:
+        """`cancel`: what is in flight fails."""
+        if cancel:
+            self._nic.fail()
+        self._nic.close(cancel=cancel)
 
 
 def _one_layer(layout):

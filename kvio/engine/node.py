@@ -15,7 +15,7 @@ __all__ = ["Buffer", "Node"]
 class Buffer:
     """A DRAM buffer of Full Blocks that requests wait for: a `Budget` and the blocks themselves.
 
-    Only blocks that no transfer touches may be released.
+    Blocks that a transfer still touches are free only when it has drained, and `regrant` is called.
     """
 
     def __init__(self, pool: BlockPool):
@@ -44,7 +44,11 @@ class Buffer:
     def release(self, ids: np.ndarray) -> None:
         """Give blocks back and let the next requests have theirs."""
         self.pool.free(ids)
-        self._let_in(self._budget.give_back(len(ids)))
+        self.regrant()
+
+    def regrant(self) -> None:
+        """What a device still used when it was released may have become free since."""
+        self._let_in(self._budget.give_back(max(0, self.pool.num_free - self._budget.free)))
 
     def _let_in(self, answer):
         self._budget, owners = answer

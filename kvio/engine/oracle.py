@@ -93,7 +93,7 @@ class MemoryRing:
     def busy_windows(self, direction: str = "read"):
         return 0, 10**9, np.empty(0, np.uint64)
 
-    def close(self) -> None:
+    def close(self, *, cancel: bool = False) -> None:
         """Nothing to give back."""
 
 

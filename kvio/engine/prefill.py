@@ -9,7 +9,7 @@ import numpy as np
 
 from kvio.engine.batches import Batches
 from kvio.engine.clock import now_s
-from kvio.engine.decode import drained
+from kvio.engine.moves import drained
 from kvio.engine.node import Node
 from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout, Side
@@ -77,7 +77,8 @@ class PrefillEngine(Node):
         super().__init__(node_id, name, layout, ring, nic, buffer_blocks, Access.REMOTE_READ)
         self.engine_id, self.compute, self.depth = engine_id, compute, depth
         batch_tokens = max_tokens if batch_tokens is None else batch_tokens
-        attention_time = attention_time or getattr(compute, "attention_time", None)
+        own_time = getattr(compute, "attention_time", None)
+        attention_time = attention_time or own_time
         if batch_tokens < max_tokens:
             raise InvalidArgument(f"batch_tokens {batch_tokens} would not hold a request of "
                                   f"max_tokens {max_tokens}: raise it")
@@ -87,12 +88,12 @@ class PrefillEngine(Node):
         access = Access.LOCAL_WRITE | (Access.REMOTE_WRITE if pushed else Access(0))
         self.workspaces = [Workspace(layout, batch_tokens, depth, nic, access)
                            for _ in range(num_workspaces)]
-        self.batches = Batches(layout, self.workspaces, quota_s, attention_time)
+        self.batches = Batches(layout, self.workspaces, quota_s, attention_time, own_time)
         self.num_requests = self.num_tokens = 0     # assigned and not yet prefilled
 
     @property
     def batch_attention_s(self) -> list:
-        """The attention time of each batch so far, in order."""
+        """The attention time of each batch so far, in order: the compute's, where it knows."""
         return [record.attention_s for record in self.batches.records]
 
 
@@ -133,8 +134,17 @@ class Prefill:
         self._tasks.append(task)
         task.add_done_callback(lambda task: self._over(task, chunk))
 
+    def fail(self, error) -> None:
+        """Called by `batches`: it cannot be put into a batch."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
     def _over(self, task, chunk):
-        failure = None if task.cancelled() else task.exception()
+        """Here, because a task that is cancelled before it begins does not even end."""
+        failure = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if failure is not None:
+            self.engine.batches.give_up(chunk, failure)
+        self.engine.batches.finish(chunk)
         if self._ended.done():
             return
         if task.cancelled():
@@ -157,17 +167,11 @@ class _Stay:
         self._ready, self._clean = {}, set()        # layer -> when its last input was there
 
     async def run(self):
-        job, batches = self.job, self.engine.batches
+        job = self.job
         steps = chunk_steps(self.engine.layout, job.parts, job.request.num_hit_tokens,
                             self.chunk.tokens, self.engine.depth, push=job.push,
                             last=self.chunk.last)
-        try:
-            await run_plan(steps, self._perform)
-        except BaseException as failed:
-            batches.give_up(self.chunk, failed)     # also if it never began a step
-            raise
-        finally:
-            batches.finish(self.chunk)
+        await run_plan(steps, self._perform)
 
     async def _perform(self, step):
         try:

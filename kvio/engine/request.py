@@ -5,10 +5,13 @@ import numpy as np
 
 from kvio.engine.clock import now_s
 from kvio.errors import InvalidArgument
-from kvio.layout import BlockLayout
+from kvio.layout import BlockLayout, block_keys
 from kvio.loader import path_name
 
-__all__ = ["EngineRequest", "Session", "Turn", "predicted_hit_tokens", "stored_tokens"]
+__all__ = ["EngineRequest", "MENDED", "Session", "Turn", "chained_keys", "predicted_hit_tokens",
+           "stored_tokens"]
+
+MENDED = ("num_replans", "num_retries", "num_read_failovers", "num_reroutes")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,11 @@ class EngineRequest:
 
     Times are seconds on the engines' clock. `num_hit_tokens` comes from the store, `parts` and
     `reason` from the scheduler's route.
+
+    What went wrong on the way, and was mended: `num_replans` (with fewer hits), `num_retries` (a
+    transfer failed), `num_read_failovers` (another storage NIC reads), `num_reroutes` (other
+    engines, since one has died); `mended` says each in words. After an engine's death what is
+    left is a request of its own (`rest`), whose `origin` gets its tokens and its figures.
     """
 
     request_id: int
@@ -51,6 +59,11 @@ class EngineRequest:
     generated: list = field(default_factory=list)
     margins: list = field(default_factory=list)     # top logit less the second, per token
     num_replans: int = 0
+    num_retries: int = 0
+    num_read_failovers: int = 0
+    num_reroutes: int = 0
+    mended: list = field(default_factory=list)
+    origin: "EngineRequest | None" = field(default=None, repr=False)
 
     def __post_init__(self):
         if len(self.prompt) == 0 or self.num_new_tokens < 1:
@@ -61,6 +74,26 @@ class EngineRequest:
         self.generated.append(int(token))
         self.margins.append(float(margin))
         self.token_times.append(now_s())
+        if self.origin is not None:
+            self.origin.add_token(token, margin)
+
+    def note(self, figure: str, why: str) -> None:
+        """Count one of `MENDED`, here and where this request comes from."""
+        setattr(self, figure, getattr(self, figure) + 1)
+        self.mended.append(f"{figure[4:]}: {why}")
+        if self.origin is not None:
+            self.origin.note(figure, why)
+
+    def rest(self, layout: BlockLayout) -> "EngineRequest":
+        """What is left to do, after the death of an engine: this very request while it has no
+        token, later one whose prompt is all that there is already. No token is made twice."""
+        if not self.generated:
+            return self
+        prompt = np.concatenate([self.prompt, np.asarray(self.generated, np.uint32)])
+        return EngineRequest(self.request_id, self.session, prompt,
+                             self.num_new_tokens - len(self.generated),
+                             chained_keys(self, prompt, layout), self.root,
+                             arrived_s=self.arrived_s, origin=self.origin or self)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -74,6 +107,14 @@ class EngineRequest:
     @property
     def finished(self) -> bool:
         return len(self.generated) >= self.num_new_tokens
+
+
+def chained_keys(request, tokens, layout: BlockLayout) -> np.ndarray:
+    """Keys of all full blocks of `tokens`, of which the request's own keys are the beginning."""
+    known = len(request.keys)
+    parent = request.keys[-1]["key"].tobytes() if known else request.root
+    more = block_keys(tokens[known * layout.block_tokens:], layout, parent=parent)
+    return np.concatenate([request.keys, more])
 
 
 def stored_tokens(num_prompt_tokens: int, num_new_tokens: int, layout: BlockLayout) -> int:

@@ -37,6 +37,7 @@ async def run_plan(steps, perform) -> None:
                         start(other)
     finally:
         await _drain(running)
+        done = finished = failures = _ = None       # errors of tasks hold this frame, and it them
 
 
 async def _drain(running) -> None:

@@ -286,6 +286,18 @@ class Nic:
 
     # ---- the end
 
+    def fail(self) -> None:
+        """As if the process that owns this NIC had died: all its queue pairs go into error, at
+        the other ends too where these are in this process, and what is in flight flushes."""
+        for peer in list(self._peers):
+            for end in (peer, peer._other):
+                for qp in list(getattr(end, "_qps", {}).values()):
+                    try:
+                        qp.fail()
+                    except (OSError, ValueError):
+                        pass                    # gone meanwhile
+        self._ext.drive()
+
     def close(self, *, cancel: bool = False) -> None:
         """Close peers, listeners and registrations. Busy while a transfer is in flight, this
         NIC's or a peer's on our memory; `cancel=True` gives up what has not started; the rest of

@@ -127,8 +127,38 @@ def test_a_failing_exchange_fails_the_step_by_name_and_the_next_one_works():
             await task
         request = await cluster.generate("agent", range(50), 4)
         return request.finished, [e.buffer.pool.num_free for e in cluster.engines]
-    finished, free = run(use)
+    finished, free = run(use, config(max_attempts=1))
     assert finished and free == [64] * 3 and completion.in_flight() == 0
+
+
+def test_a_failing_exchange_is_done_again():
+    async def use(cluster):
+        await cluster.collectives.of(0)()
+        await cluster.collectives.of(1)()
+        expected = await cluster.generate("agent", range(50), 4)
+        task = asyncio.ensure_future(cluster.generate("agent", range(50), 4))
+        while not any(engine.num_requests for engine in cluster.decode):
+            await asyncio.sleep(0)
+        engine, = (engine for engine in cluster.decode if engine.num_requests)
+        engine.nic._ext._fault(ext.STATUS, 3 * 4 + 1, 11)
+        request = await task
+        return request, expected, cluster.counters()
+    request, expected, counters = run(use)
+    assert request.generated == expected.generated and request.num_retries == 1
+    assert "class collective" in request.mended[0] and counters["retries"] == 1
+
+
+def test_a_group_goes_on_without_an_engine_that_has_died():
+    async def use(cluster):
+        task = asyncio.ensure_future(cluster.generate("agent", range(50), 40))
+        while not any(engine.num_requests for engine in cluster.decode):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
+        engine, = (engine for engine in cluster.decode if not engine.num_requests)
+        cluster.kill(engine.name)
+        return await task
+    request = run(use)
+    assert request.finished and request.num_reroutes == 0
 
 
 @pytest.mark.parametrize("delay", [0.0001, 0.00021, 0.0003, 0.0005, 0.001])

@@ -292,7 +292,8 @@ def test_a_failing_nic_fails_the_request_by_name_and_gives_everything_back(tmp_p
     from kvio._ext import nic as ext
 
     async def main(store):
-        async with Cluster(config(TIMED), "basic", store, timed_compute) as cluster:
+        async with Cluster(config(TIMED, max_attempts=1), "basic", store,
+                           timed_compute) as cluster:
             cluster.prefill[0].nic._ext._fault(ext.STATUS, 3, 11)       # REM_OP_ERR
             with pytest.raises(TransferError, match="REM_OP_ERR"):
                 await cluster.generate("agent", range(50), 4)

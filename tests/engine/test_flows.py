@@ -3,99 +3,21 @@ over other nodes' storage NICs, pulled and pushed, in chunks, and in no time at 
 import asyncio
 from collections import Counter
 
-import numpy as np
 import pytest
+from flows import (ATTENTION, LAYOUT, POLICIES, TIMED, assert_all_is_given_back, config,
+                   figures_of, model_compute, run, sessions, timed_compute)
 
-from kvio import completion
-from kvio._ext import nic as ext
-from kvio.engine.cluster import Cluster, ClusterConfig
-from kvio.engine.compute import ModelCompute, TimedCompute
-from kvio.engine.model import LlamaModel
-from kvio.engine.oracle import MemoryStore
+from kvio.engine.cluster import Cluster
+from kvio.engine.compute import TimedCompute
+from kvio.engine.oracle import MemoryRing, MemoryStore
 from kvio.engine.request import Session, Turn, predicted_hit_tokens
 from kvio.engine.workload import run_sessions
-from kvio.errors import InvalidArgument, TransferError
+from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout
 from kvio.loader import persist_plan, read_plan, traffic
-from kvio.memory import POISON
-from kvio.scheduler import DE, PE, Part, ReadChoice
-from kvio.scheduler.quota import AttentionModel
+from kvio.scheduler import PE
 from kvio.storage import BlockStore
-from kvio.transfer import Access, TrafficClass
-
-MODEL = LlamaModel.random(3, num_layers=3, exact=True)
-LAYOUT = BlockLayout.from_config(MODEL.config(), "float16", block_tokens=16)
-TIMED = BlockLayout(3, 16, 64)
-ATTENTION = AttentionModel(1e-8, 1e-7)
-
-
-class Spread:
-    """Every request's hits over the first `count` of DE, PE and the other nodes, a block or more
-    each, as even as it goes; `push` as asked."""
-
-    def __init__(self, *sides, push=False):
-        self.sides, self.pushes = sides, push
-
-    def choose(self, num_tokens, block_tokens, pe, de, others):
-        nodes = {PE: pe, DE: de, **{f"h{i}": node for i, node in enumerate(others)}}
-        sides = [side for side in self.sides if side in nodes][:num_tokens // block_tokens]
-        borders = [num_tokens // block_tokens * i // len(sides) * block_tokens
-                   for i in range(len(sides) + 1)]
-        return ReadChoice(tuple(
-            Part(side, (start, stop), nodes[side].node_id)
-            for side, start, stop in zip(sides, borders, borders[1:])), "spread", self.pushes)
-
-
-POLICIES = {
-    "pe": "pe", "shorter_queue": "shorter_queue", "round_robin": "round_robin",
-    "split": Spread(DE, PE), "any": Spread(DE, PE, "h0", "h1"), "helpers": Spread("h1", "h0"),
-    "push": Spread(DE, PE, push=True), "push_de": Spread(DE, push=True),
-    "push_any": Spread(DE, "h0", PE, "h1", push=True),
-}
-
-
-def sessions(num=3, turns=3, vocabulary=128, append=40, new=9):
-    draw = np.random.default_rng(5)
-    return [Session(f"agent{i}", tuple(Turn(tuple(draw.integers(0, vocabulary, append + 7 * t)),
-                                            new) for t in range(turns))) for i in range(num)]
-
-
-def config(layout=LAYOUT, **changes):
-    return ClusterConfig(layout, **{"num_prefill": 2, "num_decode": 2, "buffer_blocks": 64,
-                                    "hbm_blocks": 96, "max_tokens": 512, **changes})
-
-
-def model_compute():
-    return ModelCompute(MODEL, LAYOUT)
-
-
-def timed_compute():
-    return TimedCompute(TIMED, 2e-6, 1e-5, attention_time=ATTENTION)
-
-
-def run(mode, path, conf, compute=model_compute, made=None, look=None, in_step=True):
-    """{name: requests} of one mode; `look(cluster, served)` while the cluster is open."""
-    async def main(store):
-        async with Cluster(conf, mode, store, compute) as cluster:
-            served = await run_sessions(cluster, made or sessions(), in_step=in_step)
-            assert sum(getattr(e.compute, "num_kv_errors", 0) for e in cluster.engines) == 0
-            if look is not None:
-                look(cluster, served)
-        return served
-
-    if path is None:
-        served = asyncio.run(main(None))
-    else:
-        with BlockStore.open(path, conf.layout, segment_bytes=1 << 20) as store:
-            served = asyncio.run(main(store))
-    assert completion.in_flight() == 0
-    return served
-
-
-def figures_of(served):
-    """Tokens, margins and hits of every request: what no flow may change."""
-    return {name: [(r.generated, r.margins, r.num_hit_tokens) for r in requests]
-            for name, requests in served.items()}
+from kvio.transfer import TrafficClass
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +124,78 @@ def test_pushed_parts_are_gathered_and_pulled_ones_are_not(tmp_path, num):
     assert sum(pulled.values()) > sum(pushed.values())
     layers, gathered = TIMED.num_layers, -(-num // 16)
     assert pushed["de0"] - pulled["de0"] == layers * gathered
+
+
+# ---- mode oracle, and decode's persistence
+
+@pytest.mark.parametrize("name", [None, *POLICIES])
+def test_the_oracle_has_the_same_tokens_and_hits_and_moves_nothing(expected, name):
+    def look(cluster, served):
+        for engine in cluster.engines:
+            stats = engine.nic.stats()
+            assert stats["tx_bytes"] == stats["rx_bytes"] == stats["doorbells"] == 0
+            assert engine.ring.stats()["read_busy_ns"] == 0
+        assert cluster.decode[0].num_persist_failures == 0
+        assert_all_is_given_back(cluster)
+    served = run("oracle", None, config(policy=None if name is None else POLICIES[name],
+                                        quota_s=2e-5, attention_time=ATTENTION), look=look)
+    assert figures_of(served) == expected
+
+
+def test_the_oracle_resumes_from_what_is_in_memory(tmp_path):
+    async def main(store):
+        async with Cluster(config(), "oracle", store, model_compute) as cluster:
+            return await run_sessions(cluster, sessions())
+    store = MemoryStore(LAYOUT)
+    first, again = asyncio.run(main(store)), asyncio.run(main(store))
+    assert len(store) and all(rs[0].num_hit_tokens > 0 for rs in again.values())
+    assert {n: [r.generated for r in rs] for n, rs in first.items()} == \
+        {n: [r.generated for r in rs] for n, rs in again.items()}
+    with BlockStore.open(tmp_path, LAYOUT) as disk, pytest.raises(InvalidArgument, match="oracle"):
+        Cluster(config(), "oracle", disk, model_compute)
+    with pytest.raises(InvalidArgument, match="oracle"):
+        Cluster(config(), "basic", store, model_compute)
+
+
+def test_decode_persists_in_a_class_of_its_own(tmp_path):
+    low, seen = TrafficClass("persist", 6, 8), {}
+
+    def look(cluster, served):
+        blocks = sum(LAYOUT.num_full_blocks(r.num_prompt_tokens + len(r.generated) - 1)
+                     - len(r.keys) for rs in served.values() for r in rs)
+        seen["persist"] = sum(e.nic.stats()["by_class"]["persist"]["tx_bytes"]
+                              for e in cluster.engines)
+        assert seen["persist"] == blocks * LAYOUT.full_block_nbytes > 0
+    served = run("dualpath", tmp_path, config(persist_class=low), look=look)
+    assert all(r.finished for rs in served.values() for r in rs)
+
+
+def test_decode_that_cannot_store_leaves_the_buffer_to_prompts(monkeypatch):
+    """The store takes nothing: decode's blocks hold a quarter of the DE's buffer, the rest stay
+    in HBM, and prompts are served on; once it takes them, all are stored."""
+    layout, write = BlockLayout(2, 4, 8), MemoryRing.write
+
+    async def main():
+        gate = asyncio.Event()
+
+        async def gated(ring, *args):
+            await gate.wait()
+            return write(ring, *args)
+        monkeypatch.setattr(MemoryRing, "write", gated)
+        conf = config(layout, num_prefill=1, num_decode=1, buffer_blocks=8, hbm_blocks=64)
+        async with Cluster(conf, "oracle", None, lambda: TimedCompute(layout, 0, 0)) as cluster:
+            pool, engine = cluster.decode[0].buffer.pool, cluster.decode[0]
+            first = asyncio.ensure_future(cluster.generate("a", range(3), 80))
+            while not engine._batch:
+                await asyncio.sleep(0)
+            request = engine._batch[0][0].request
+            while not request.finished:
+                await asyncio.sleep(0)
+            held = pool.num_blocks - pool.num_free
+            second = asyncio.ensure_future(cluster.generate("b", range(3), 1))
+            done, _ = await asyncio.wait([second], timeout=20)
+            gate.set()
+            await first
+            return held, bool(done), cluster.decode[0].num_persisted_blocks
+    held, served, stored = asyncio.run(main())
+    assert held == 2 and served and stored == (3 + 80 - 1) // 4

@@ -11,7 +11,7 @@ import pytest
 from kvio import completion
 from kvio._ext import nic as ext
 from kvio.errors import Busy, InvalidArgument, TransferError, TransferTimeout
-from kvio.layout import READ
+from kvio.layout import READ, WRITE
 from kvio.transfer import COLLECTIVE, KV, Fabric, Nic
 from nics import Pair, finish, requests
 
@@ -53,6 +53,28 @@ def test_an_injected_status(virtual):
     with pytest.raises(TransferError, match="RETRY_EXC_ERR"):
         transfer.wait()
     assert transfer.status.tolist() == [0, -errno.ETIMEDOUT, -errno.ECONNABORTED]
+
+
+@pytest.mark.parametrize("end", ["a", "b"])
+def test_a_nic_that_fails_flushes_what_is_in_flight_at_both_ends(virtual, end):
+    """As if its process had died: nothing more is copied, nobody waits for ever."""
+    pair = Pair(virtual, bytes_per_s=GB)
+    before, remote = pair.mine.copy(), pair.theirs.copy()
+    reading = pair.peer.read(pair.read(0, 0, 8 * 4096))
+    writing = pair.back.write(requests(WRITE, pair.remote, pair.local, 0, 1 << 19, 8 * 4096))
+    virtual.fabric.advance(3 * 4096)
+    getattr(pair, end).fail()
+    for transfer in reading, writing:
+        assert transfer.done
+        with pytest.raises(TransferError, match="WR_FLUSH_ERR"):
+            transfer.wait()
+    pair.mine[:4 * 4096] = before[:4 * 4096]        # three packets, and one under way
+    pair.mine[1 << 19:(1 << 19) + 4 * 4096] = before[1 << 19:(1 << 19) + 4 * 4096]
+    virtual.fabric.advance(GB)
+    assert pair.a.poll() == 0 and (pair.mine == before).all() and (pair.theirs == remote).all()
+    pair.peer.reset()                               # it was no death: both ends work again
+    finish(virtual, pair.peer.read(pair.read(0, 0, 4096)))
+    assert (pair.mine[:4096] == pair.theirs[:4096]).all()
 
 
 # ---- in flight: waiting, cancelling, closing

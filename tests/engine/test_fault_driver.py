@@ -1,0 +1,35 @@
+"""The seeded fault driver over hundreds of seeds, and the proof that it can fail.
+
+FAULT_SEEDS=5000 runs more; `make soak` does. A failure prints its seed and how to run it again.
+"""
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from fault_driver import report, run_seed
+from fault_mutants import MUTANTS
+
+NUM_SEEDS, PER_TEST = int(os.environ.get("FAULT_SEEDS", 300)), 20
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, PER_TEST))
+def test_random_faults(first):
+    for seed in range(first, min(first + PER_TEST, NUM_SEEDS)):
+        run = run_seed(seed)
+        assert not run.problems, report(run)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name):
+    """In a process of its own: what it leaves in flight is nobody else's."""
+    here = pathlib.Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), str(here.parent.parent)])
+    found = subprocess.run([sys.executable, here / "fault_mutants.py", name], text=True,
+                           capture_output=True, env={**os.environ, "PYTHONPATH": path},
+                           timeout=240)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert re.search(MUTANTS[name][1], found.stdout), found.stdout
