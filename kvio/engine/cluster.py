@@ -21,7 +21,7 @@ from kvio.errors import Busy, Closed, EngineLost, InvalidArgument
 from kvio.layout import BlockLayout, block_keys, root_key, token_array
 from kvio.loader import Mover
 from kvio.scheduler import DE, PE, EngineReport, Request, Scheduler
-from kvio.scheduler.paths import Push
+from kvio.scheduler.paths import Push, spare_rate
 from kvio.storage import BlockStore
 from kvio.transfer import KV, Fabric, Nic, TrafficClass
 
@@ -410,8 +410,13 @@ class Cluster:
             queue = engine.read_queue_tokens if engine.ring is not None else 0
             figures = engine.engine_id, node, engine.num_requests, engine.num_tokens, queue
             lends = {"snic_tokens_per_s": self._snic_tokens_per_s,
-                     "lend_tokens": engine.lend_tokens if engine.ring is not None else 0,
-                     "lend_tokens_per_s": self._in_tokens(self.config.cnic_bytes_per_s) or INF}
+                     # Room for the longest request stays, or who borrows holds up the lender.
+                     "lend_tokens": max(0, engine.lend_tokens - self.config.max_tokens)
+                     if engine.ring is not None else 0,
+                     "lend_tokens_per_s": spare_rate(
+                         PE if node < len(self.prefill) else DE, len(self.prefill),
+                         len(self.decode), self._in_tokens(self.config.snic_bytes_per_s),
+                         self._in_tokens(self.config.cnic_bytes_per_s) or INF)}
             if node < len(self.prefill):
                 prefill.append(EngineReport(*figures, **lends))
             else:
