@@ -43,6 +43,8 @@ class ClusterConfig:
 
     policy: who reads, a name or an object of `kvio.scheduler.paths`; None: by the mode. One that
     pushes says so (`pushes = True`, as `Push` does): PE HBM is open to others' writes then alone.
+    recompute: a `LoadOrRecompute`, say: hits that would be there later than they are computed again
+    are not loaded; None: all hits are.
     quota_s: predicted attention time of a prefill batch at most; None: a whole request a batch.
     attention_time(cached, new): that prediction in seconds, None for the compute's own.
     batch_tokens: what a batch may hold in PE HBM, hits included, None for max_tokens.
@@ -66,6 +68,7 @@ class ClusterConfig:
     collectives: CollectiveSetting | None = None
     persist_class: TrafficClass | None = None
     policy: object = None
+    recompute: object = None
     quota_s: float | None = None
     attention_time: object = None
     batch_tokens: int | None = None
@@ -114,7 +117,7 @@ class Cluster:
         self._tracer = tracer
         self.scheduler = Scheduler(
             config.alpha, config.beta, _POLICIES[mode] if config.policy is None else config.policy,
-            self.layout.block_tokens)
+            self.layout.block_tokens, config.recompute)
         self.prefill, self.decode, self._peers = [], [], {}
         self._waiting, self._ids = {}, 0            # request_id -> (request, future)
         self._serving, self._closed = {}, False     # task -> future: until `generate` has ended

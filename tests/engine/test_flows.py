@@ -2,6 +2,7 @@
 over other nodes' storage NICs, pulled and pushed, in chunks, and in no time at all."""
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from flows import (ATTENTION, LAYOUT, POLICIES, TIMED, assert_all_is_given_back, config,
@@ -15,7 +16,7 @@ from kvio.engine.workload import run_sessions
 from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout
 from kvio.loader import persist_plan, read_plan, traffic
-from kvio.scheduler import PE
+from kvio.scheduler import PE, AttentionModel, LoadOrRecompute
 from kvio.storage import BlockStore
 from kvio.transfer import TrafficClass
 
@@ -199,3 +200,19 @@ def test_decode_that_cannot_store_leaves_the_buffer_to_prompts(monkeypatch):
             return held, bool(done), cluster.decode[0].num_persisted_blocks
     held, served, stored = asyncio.run(main())
     assert held == 2 and served and stored == (3 + 80 - 1) // 4
+
+
+def test_hits_are_computed_again_where_loading_would_take_longer(tmp_path, expected):
+    """The rule in front of the policies: nothing is worth loading where computing costs nothing,
+    and everything is where a token takes a quarter of an hour. The same tokens."""
+    def paths(recompute, snic_bytes_per_s):
+        served = run("dualpath", tmp_path / str(snic_bytes_per_s), conf=replace(
+            config(), recompute=recompute, snic_bytes_per_s=snic_bytes_per_s))
+        assert {name: [r[:2] for r in rs] for name, rs in figures_of(served).items()} == \
+            {name: [r[:2] for r in rs] for name, rs in expected.items()}
+        return Counter(r.path for requests in served.values() for r in requests
+                       if LAYOUT.num_full_blocks(r.num_prompt_tokens - 1))
+    fast = LoadOrRecompute(AttentionModel(0.0), 0.0, LAYOUT.block_tokens)
+    slow = LoadOrRecompute(AttentionModel(0.0), 1e3, LAYOUT.block_tokens)
+    assert set(paths(fast, 1 << 40)) == {"none"}
+    assert set(paths(slow, 1 << 41)) & {"pe", "de"}
