@@ -23,6 +23,12 @@ def test_random_faults(first):
         assert not run.problems, report(run)
 
 
+def test_random_faults_in_real_time_on_a_real_disk():
+    for seed in range(40):
+        run = run_seed(seed, real=True)
+        assert not run.problems, report(run)
+
+
 def test_a_seed_goes_the_same_way_again():
     """Step by step: or there would be little use in printing it."""
     for seed in range(NUM_SEEDS, NUM_SEEDS + 15):
