@@ -286,7 +286,7 @@ class Run:
 
     def check_counters(self):
         counters, kinds = self.cluster.counters(), self.plan.kinds()
-        causes = {"replans": {"spoil", "read_error", "kill", "stall", "cancel"},
+        causes = {"replans": {"spoil", "read_error", "write_error"},    # a full disk evicts
                   "retries": {"nic_status", "nic_fail"}, "read_failovers": {"stall", "kill"},
                   "reroutes": {"kill"}, "engines_lost": {"kill"},
                   "persist_failures": {"write_error", "kill", "nic_status", "nic_fail", "stall"}}
