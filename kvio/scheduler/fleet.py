@@ -8,8 +8,8 @@ __all__ = ["Fleet"]
 
 
 class Fleet:
-    """`engines` and `groups` by side and id, `nodes` by id; decode groups by their load and nodes
-    by when they will have read all that waits (`by_load`, `by_finish_time`).
+    """`engines` and `groups` by side and id, `nodes` by id; decode groups by their load, and nodes
+    that lend by when they will have read all that waits (`by_load`, `by_finish_time`).
 
     `holders` counts the engines that hold a request, as far as they say so.
     """
@@ -84,7 +84,7 @@ class Fleet:
             if engine.node is not node or report.last_route != last_route:
                 node, last_route = engine.node, report.last_route
                 node.observe(report)                # engines of a node say the same of it
-                self.by_finish_time.touch(node)
+                self.rank(node)
                 if last_route is not None and last_route > self.last_route:
                     self.last_route = last_route
             if not engine.observe(report):
@@ -97,6 +97,13 @@ class Fleet:
                     self.by_load.touch(group)
             taken.append(engine)
         return taken
+
+    def rank(self, node: Node) -> None:
+        """A node's figures have changed. Only those that lend something are ranked."""
+        if node.state.lend_tokens > 0:
+            self.by_finish_time.touch(node)
+        else:
+            self.by_finish_time.remove(node)
 
     def _take_rare(self, engine, report, newly_held):
         if engine.hbm_tokens != report.hbm_tokens:

@@ -319,7 +319,7 @@ class Scheduler:
         for part in choice.parts:                   # the next request must see it
             node = nodes[part.node_id]
             node.add_read(number, part.num_tokens, request_id, node not in (pe.node, de.node))
-            self._fleet.by_finish_time.touch(node)
+            self._fleet.rank(node)
         for engine in (pe, de):
             engine.commit(number, num_tokens, request_id)
             self._fleet.hold(engine, request_id)
@@ -342,7 +342,8 @@ class Scheduler:
             choice, reason=Reason("{}; {}", rule.reason, choice.reason))
 
     def _others(self, pe, de):
-        """The nodes that are neither's, those first whose storage NIC comes free first."""
+        """The nodes that are neither's and lend something, those first whose storage NIC comes
+        free first."""
         return (node.state for node in self._fleet.by_finish_time
                 if node is not pe.node and node is not de.node)
 

@@ -195,14 +195,14 @@ def test_helpers_are_offered_in_the_order_in_which_they_come_free():
         made.submit(Request(number, 101, 100, 0))
     made.observe([], [de(1, tok=999, read=300, snic_tokens_per_s=2, lend_tokens=90, group=1),
                       de(2, tok=999, read=120, lend_tokens=150, group=1),
-                      de(3, tok=999, snic_tokens_per_s=0, group=2)])     # a dead storage NIC
+                      de(3, tok=999, snic_tokens_per_s=0, lend_tokens=7, group=2)])     # a dead NIC
     routes = made.fetch([pe(0)], [de(0)])
-    assert seen == [[(102, 150), (101, 90), (103, 0)], [(101, 90), (102, 50), (103, 0)],
-                    [(101, 0), (102, 50), (103, 0)]]
+    assert seen == [[(102, 150), (101, 90), (103, 7)], [(101, 90), (102, 50), (103, 7)],
+                    [(102, 50), (103, 7)]]              # what lends nothing is not asked
     assert [r.path for r in routes] == ["any"] * 3
-    # The first took 100 tokens of 102, the others of 101: reports that count one of them.
+    # 101 lent for the second, 102 for the others: reports that count the first.
     made.observe([], [de(1, tok=999, lend_tokens=500, last_route=1, group=1),
                       de(2, tok=999, lend_tokens=500, last_route=1, group=1)])
     made.submit(Request(9, 101, 100, 0))
     made.fetch([pe(0)], [de(0)])
-    assert sorted(seen[-1]) == [(101, 300), (102, 500), (103, 0)]
+    assert sorted(seen[-1]) == [(101, 400), (102, 400), (103, 7)]

@@ -143,7 +143,7 @@ def test_a_rule_in_front_says_how_much_is_worth_loading():
     rule = Rule()
     for rule.tokens, path in (64, PE), (0, "none"):
         made = given([100], hits=96, recompute=rule)
-        made.observe([], [de(1, group=1, tok=9)])
+        made.observe([], [de(1, group=1, tok=9, lend_tokens=5), de(2, group=1, tok=9)])
         route, = made.fetch([pe(0, tok=200)], [de(0)])
         assert (route.path, route.num_load_tokens) == (path, rule.tokens)
         assert rule.seen == (made.policy, 0, 100, [101], 1.0)       # 200 of beta, 1000, in 5 s
