@@ -5,6 +5,7 @@ takes `max_tokens` at most. Filling lanes like vessels to one level gives the ea
 the whole read, since a lane that ended early could take from the one that ends last.
 """
 import heapq
+from math import ceil, floor
 from typing import NamedTuple
 
 __all__ = ["Lane", "fill", "fill_some", "level"]
@@ -34,17 +35,17 @@ def level(lanes, num_tokens: float) -> float:
         return lane[0] + num_tokens / lane[1] if num_tokens <= lane[2] else INF
     events = []                             # the rate changes when a lane joins or is full
     for start, rate, most in lanes:
-        events.append((start, rate))
+        events.append((start, -rate))       # those that join first first
         if most < num_tokens:
-            events.append((start + most / rate, -rate))
+            events.append((start + most / rate, rate))
     events.sort()
     now, rate, done, active = 0.0, 0.0, 0.0, 0
     for at, change in events:
         if active and done + rate * (at - now) >= num_tokens:
             break
         done += rate * (at - now) if active else 0.0
-        active += 1 if change > 0 else -1
-        now, rate = at, rate + change if active else 0.0
+        active += 1 if change < 0 else -1
+        now, rate = at, rate - change if active else 0.0
     return now + (num_tokens - done) / rate if active else INF
 
 
@@ -63,8 +64,9 @@ def fill(lanes, num_blocks: int, block_tokens: int) -> list[int]:
     room = [_room(lane, num_blocks, block_tokens) for lane in lanes]
     if sum(room) <= num_blocks:
         return room
-    top = level([(lane[0], lane[1], most * block_tokens)
-                 for lane, most in zip(lanes, room, strict=True)], num_blocks * block_tokens)
+    top = level([(start, rate, most * block_tokens)
+                 for (start, rate, _), most in zip(lanes, room, strict=True)],
+                num_blocks * block_tokens)
     counts = [min(most, int((top - lane[0]) * lane[1] / block_tokens)) if lane[0] < top else 0
               for lane, most in zip(lanes, room, strict=True)]
     left = num_blocks - sum(counts)
@@ -104,48 +106,70 @@ def fill_some(own, helpers, num_blocks: int, block_tokens: int, *, least_blocks:
     own lanes, finish).
 
     At most `max_helpers` help, and each with `least_blocks` at least. The finish is the earliest
-    of all choices of helpers that keep to this. By level T a lane can have read some whole number
-    of blocks, which grows with T; so T is feasible if own lanes and the helpers that can have
-    read the most, among those that can have read enough, make up all blocks, and what is feasible
-    stays so. From the finish without helpers the search goes down: those that were the best just
-    before T set the next, smaller T, until none are enough just before it.
+    of all choices of helpers that keep to this, and no fewer helpers reach it. By level T a lane
+    can have read some whole number of blocks, which grows with T; so T is feasible if own lanes
+    and the helpers that can have read the most, among those that can have read enough, make up
+    all blocks, and what is feasible stays so. From the finish without helpers the search goes
+    down: those that were the best just before T set the next, smaller T, until none are enough.
     """
     own_counts = fill(own, num_blocks, block_tokens)
-    best = {}, own_counts, (finish_s(own, own_counts, block_tokens)
-                            if sum(own_counts) == num_blocks else INF)
+    top_s = finish_s(own, own_counts, block_tokens) if sum(own_counts) == num_blocks else INF
     most = num_blocks // least_blocks
     if max_helpers is not None:
         most = min(most, max_helpers)
-    if most < 1:
-        return best
     rooms = [_room(lane, num_blocks, block_tokens) for lane in helpers]
-    useful = [i for i, lane in enumerate(helpers) if rooms[i] >= least_blocks and
-              lane[0] + least_blocks * block_tokens / lane[1] < best[2]]
-    while useful:
-        top = best[2]
-        done = {i: _before(helpers[i], rooms[i], top, block_tokens) for i in useful}
-        useful = [i for i in useful if done[i] >= least_blocks]
-        chosen = useful if len(useful) <= most else \
-            heapq.nsmallest(most, useful, key=lambda i: (-done[i], helpers[i][0], i))
-        if sum(done[i] for i in chosen) + sum(
-                _before(lane, num_blocks, top, block_tokens) for lane in own) < num_blocks:
+    chosen, best = (), ({}, own_counts, top_s)
+    while most > 0:
+        before = _best(own, helpers, rooms, num_blocks, block_tokens, least_blocks, most, top_s, -1)
+        if before is None:
             break
-        counts = _fill_at_least(own, [helpers[i] for i in chosen], num_blocks, block_tokens,
+        counts = _fill_at_least(own, [helpers[i] for i in before], num_blocks, block_tokens,
                                 least_blocks)
-        lanes = [*own, *(helpers[i] for i in chosen)]
-        finish = finish_s(lanes, counts, block_tokens)
-        if not finish < top:
+        end_s = finish_s([*own, *(helpers[i] for i in before)], counts, block_tokens)
+        if not end_s < top_s:                       # rounding
             break
-        best = dict(zip(chosen, counts[len(own):], strict=True)), counts[:len(own)], finish
-    return best
+        chosen, top_s = before, end_s
+        best = dict(zip(chosen, counts[len(own):], strict=True)), counts[:len(own)], end_s
+    fewer = _best(own, helpers, rooms, num_blocks, block_tokens, least_blocks, most, top_s, 1) \
+        if len(chosen) > 1 else None
+    if fewer is None or len(fewer) >= len(chosen):
+        return best
+    counts = _fill_at_least(own, [helpers[i] for i in fewer], num_blocks, block_tokens,
+                            least_blocks)
+    return (dict(zip(fewer, counts[len(own):], strict=True)), counts[:len(own)],
+            finish_s([*own, *(helpers[i] for i in fewer)], counts, block_tokens))
 
 
-def _before(lane: Lane, room: int, top: float, block_tokens: int) -> int:
-    """Blocks that a lane can have read strictly before `top`."""
-    if top == INF:
+def _best(own, helpers, rooms, num_blocks, block_tokens, least_blocks, most, top_s, sign):
+    """The fewest helpers, `most` at most, who with the own lanes can have read all blocks by
+    `top_s` (sign 1) or strictly before (sign -1); None if nobody can."""
+    missing = num_blocks
+    for lane in own:
+        missing -= _read(lane, num_blocks, top_s, block_tokens, sign)
+    ranked = []
+    for i, lane in enumerate(helpers):
+        count = _read(lane, rooms[i], top_s, block_tokens, sign)
+        if count >= least_blocks:
+            ranked.append((-count, lane[0], i))
+    ranked.sort()
+    for number, (count, _, _) in enumerate(ranked[:most], 1):
+        missing += count
+        if missing <= 0:
+            return [i for _, _, i in (ranked[:most] if sign < 0 else ranked[:number])]
+    return None
+
+
+def _read(lane: Lane, room: int, top_s: float, block_tokens: int, sign: int) -> int:
+    """Blocks that a lane can have read by `top_s`, or before (sign -1): what lies within
+    rounding of a whole block counts by `top_s` and does not count before."""
+    if top_s == INF:
         return room
-    blocks = (top - lane[0]) * lane[1] / block_tokens
-    return max(0, min(room, -int(-(blocks - _FUZZ - 1e-12 * blocks) // 1) - 1))
+    blocks = (top_s - lane[0]) * lane[1] / block_tokens
+    if sign > 0:
+        blocks = floor(blocks * (1 + 1e-12) + _FUZZ)
+    else:
+        blocks = ceil(blocks * (1 - 1e-12) - _FUZZ) - 1
+    return room if blocks > room else blocks if blocks > 0 else 0
 
 
 def _fill_at_least(own, helpers, num_blocks, block_tokens, least_blocks):

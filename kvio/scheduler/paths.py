@@ -17,7 +17,7 @@ from kvio.scheduler.fill import INF, Lane, fill_some
 from kvio.scheduler.reason import Reason
 
 __all__ = ["AnyNode", "Basic", "NodeState", "POLICIES", "Push", "ReadChoice", "RoundRobin",
-           "ShorterQueue", "Split", "choose_path", "policy"]
+           "ShorterQueue", "Split", "choose_path", "policy", "spare_rate"]
 
 
 @dataclass
@@ -75,6 +75,11 @@ def _lane(node: NodeState) -> Lane:
     return Lane(node.read_queue_tokens / node.snic_tokens_per_s, node.snic_tokens_per_s)
 
 
+def _own(pe, de):
+    """The request's nodes whose storage NIC reads, each once."""
+    return [node for node in ((de, pe) if pe.node_id != de.node_id else (de,)) if _is_alive(node)]
+
+
 def _whole(side: str, num_tokens: int, node: NodeState, *reason) -> ReadChoice:
     return ReadChoice((Part(side, (0, num_tokens), node.node_id),), Reason(*reason))
 
@@ -99,7 +104,8 @@ class Basic:
 
     def choose(self, num_tokens: int, block_tokens: int, pe: NodeState, de: NodeState,
                others) -> ReadChoice:
-        """Who reads `num_tokens` >= 1 (whole blocks). `others` are the remaining nodes."""
+        """Who reads `num_tokens` >= 1 (whole blocks). `others` are the remaining nodes, any
+        iterable of them in the order in which their storage NICs come free."""
         _check(num_tokens, block_tokens)
         if not _is_alive(pe):
             return _NOBODY
@@ -172,6 +178,8 @@ class Split:
         only = _only_side(num_tokens, pe, de)
         if only is not None:
             return only
+        if pe.node_id == de.node_id:
+            return _whole(DE, num_tokens, de, "both engines are on one node")
         at_pe, finish = _shares(num_tokens, block_tokens, pe, de)
         alone = [(node.read_queue_tokens + num_tokens) / node.snic_tokens_per_s
                  for node in (de, pe)]
@@ -188,7 +196,7 @@ class Split:
                    "from the DE", pe.read_queue_tokens, de.read_queue_tokens, at_pe, at_de))
 
     def lanes(self, pe, de, others):
-        return [_lane(node) for node in (de, pe) if _is_alive(node)]
+        return [_lane(node) for node in _own(pe, de)]
 
 
 def _share(name, value):
@@ -219,16 +227,24 @@ def _shares(num_tokens, block_tokens, pe, de):
 class AnyNode:
     """`Split`, and idle storage NICs of other nodes as well.
 
-    A helper reads no more than it lends (`lend_tokens` of DRAM) and no faster than the compute NIC
-    share it lends (`lend_tokens_per_s`). All who read finish together to within one block. A
-    helper gets `min_helper_blocks` at least, and at most `max_helpers` help: each has to be
-    reached, and holds a buffer. Helpers are taken only if the hits are there earlier by `min_gain`
-    of the time without them.
+    A helper reads no more than it lends (`lend_tokens` of DRAM), less room for a request of its
+    own that is as long as this one, and no faster than the compute NIC share that it lends
+    (`lend_tokens_per_s`), for what it reads has to leave through that NIC. It comes in through the
+    PE's, and goes on to the DE's: all helpers together read no faster than these two lend, too.
+    All who read finish together to within one block. A helper gets `min_helper_blocks` at least,
+    and at most `max_helpers` help: each has to be reached, and holds a buffer. Helpers are taken
+    only if the hits are there earlier by `min_gain` of the time without them.
+
+    Who helps is idle: what waits at its NIC must not last longer than `max_wait` of the time
+    without helpers (0: nothing waits). Busy NICs would level the queues of all nodes, and then a
+    burst in which one request is very long delays everybody, instead of those behind it.
     """
 
-    def __init__(self, max_helpers: int = 4, min_helper_blocks: int = 8, min_gain: float = 0.05):
+    def __init__(self, max_helpers: int = 4, min_helper_blocks: int = 8, min_gain: float = 0.05,
+                 max_wait: float = 0.0):
         self.max_helpers = checked_int("max_helpers", max_helpers, 0)
         self.min_helper_blocks = checked_int("min_helper_blocks", min_helper_blocks, 1)
+        self.max_wait = _share("max_wait", max_wait)
         self._split = Split(min_gain)
 
     @property
@@ -236,18 +252,24 @@ class AnyNode:
         return self._split.min_gain
 
     def choose(self, num_tokens, block_tokens, pe, de, others):
+        """`others` in the order in which they come free. Of those that can help the first
+        `2 * max_helpers` are looked at, so that a decision costs the same in a large cluster."""
         _check(num_tokens, block_tokens)
-        own = [node for node in (de, pe) if _is_alive(node)]
-        nodes, lanes = self._lenders(block_tokens, others)
+        own = _own(pe, de)
+        without_s = _without(num_tokens, block_tokens, pe, de, own)
+        least = self.min_helper_blocks if own else 1        # nobody else can read
+        keep = num_tokens if own else 0
+        spare = min(pe.lend_tokens_per_s, de.lend_tokens_per_s) if own else INF
+        nodes, lanes = self._lenders(least * block_tokens, keep, spare, without_s, others)
         num_blocks = num_tokens // block_tokens
         if not own:                                 # what they lend may not be enough for all
             largest = sorted((lane.max_tokens // block_tokens for lane in lanes), reverse=True)
             num_blocks = min(num_blocks, sum(largest[:self.max_helpers]))
-        helpers, counts, finish = fill_some(
+        helpers, counts, finish_s = fill_some(
             [_lane(node) for node in own], lanes, num_blocks, block_tokens,
-            least_blocks=self.min_helper_blocks, max_helpers=self.max_helpers)
-        if not helpers or own and finish > (1 - self.min_gain) * self._without(
-                num_tokens, block_tokens, pe, de, own):
+            least_blocks=least, max_helpers=self.max_helpers) \
+            if lanes else ({}, (), INF)
+        if not helpers or finish_s > (1 - self.min_gain) * without_s:
             return self._split.choose(num_tokens, block_tokens, pe, de, ())
         shares = [(DE if node is de else PE, node, count)
                   for node, count in zip(own, counts, strict=True) if count]
@@ -258,25 +280,54 @@ class AnyNode:
             "lend: blocks {}", pe.read_queue_tokens, de.read_queue_tokens, len(helpers),
             len(nodes), tuple((side, count) for side, _, count in shares)))
 
-    def _without(self, num_tokens, block_tokens, pe, de, own):
-        """When the hits are there without helpers."""
-        if len(own) == 2:
-            return _shares(num_tokens, block_tokens, pe, de)[1]
-        return (own[0].read_queue_tokens + num_tokens) / own[0].snic_tokens_per_s
-
-    def _lenders(self, block_tokens, others):
-        """Nodes that can help, and their lanes."""
-        least = self.min_helper_blocks * block_tokens
-        nodes = [node for node in others if node.lend_tokens >= least and
-                 node.lend_tokens_per_s > 0 and _is_alive(node)] if self.max_helpers else []
-        return nodes, [Lane(node.read_queue_tokens / node.snic_tokens_per_s,
-                            min(node.snic_tokens_per_s, node.lend_tokens_per_s),
-                            node.lend_tokens) for node in nodes]
+    def _lenders(self, least_tokens, keep_tokens, spare, without_s, others):
+        """Nodes that can help, and their lanes; `spare` tokens/s in all."""
+        nodes, lanes, most_wait_s = [], [], INF if without_s == INF else self.max_wait * without_s
+        for node in others:
+            rate, lent = node.snic_tokens_per_s, node.lend_tokens_per_s
+            if not _is_alive(node) or not lent > 0:
+                continue
+            start_s = node.read_queue_tokens / rate
+            if start_s > most_wait_s or len(lanes) >= 2 * self.max_helpers or not spare > 0:
+                break
+            if node.lend_tokens - keep_tokens >= least_tokens:
+                nodes.append(node)
+                lanes.append(Lane(start_s, min(rate, lent, spare), node.lend_tokens - keep_tokens))
+                spare -= lanes[-1].tokens_per_s
+        return nodes, lanes
 
     def lanes(self, pe, de, others):
         own = self._split.lanes(pe, de, ())
-        _, lanes = self._lenders(1, others)
-        return own + sorted(lanes)[:self.max_helpers]
+        spare = min(pe.lend_tokens_per_s, de.lend_tokens_per_s) if own else INF
+        _, lanes = self._lenders(1, 0, spare, 0.0 if own else INF, others)
+        return own + lanes[:self.max_helpers]
+
+
+def _without(num_tokens, block_tokens, pe, de, own):
+    """When the hits are there without helpers; inf if neither side can read."""
+    if len(own) == 2:
+        return _shares(num_tokens, block_tokens, pe, de)[1]
+    return _lane(own[0]).start_s + num_tokens / own[0].snic_tokens_per_s if own else INF
+
+
+def spare_rate(side: str, num_prefill: int, num_decode: int, snic_rate: float,
+               cnic_rate: float) -> float:
+    """What a node can lend of its compute NICs (`lend_tokens_per_s`), in the unit of the rates.
+
+    With all P + D storage NICs reading at `snic_rate` over both paths alike, a PE's node sends
+    2 snic_rate and gets (1 + D/P) snic_rate, a DE's node sends (P/D + 2) and gets (2 P/D + 1).
+    `cnic_rate` is that of all compute NICs of the node together. Outside the bottleneck-free
+    range nothing is left: helpers would only lengthen the queue at the compute NICs. Source: the
+    loads of links in DualPath §4.
+    """
+    if side not in (PE, DE) or min(num_prefill, num_decode) < 1 or not 0 <= snic_rate < INF or \
+            not cnic_rate >= 0:
+        raise InvalidArgument(f"a side 'pe' or 'de', P and D of 1 or more and rates of 0 or more "
+                              f"are needed; got {side!r}, {num_prefill}, {num_decode}, "
+                              f"{snic_rate!r}, {cnic_rate!r}")
+    ratio = num_prefill / num_decode
+    own = max(2, 1 + 1 / ratio) if side == PE else max(ratio + 2, 2 * ratio + 1)
+    return max(0.0, cnic_rate - own * snic_rate)
 
 
 def _parts(shares, block_tokens):

@@ -1,44 +1,16 @@
-"""What goes into the next prefill batch, and the model that predicts how long it takes.
+"""What goes into the next prefill batch.
 
 Source: DualPath §6: first in, first out, until the predicted attention time reaches a compute
 quota; the request that would exceed it is cut. Without that, engines that prefill together (data
 parallel attention, expert parallel layers) wait in each layer for whoever has the longest contexts.
 """
-from dataclasses import dataclass
+import itertools
 
 from kvio.errors import InvalidArgument, checked_int
+from kvio.scheduler.attention import AttentionFit, AttentionModel, fit_attention, profile
 from kvio.scheduler.data import PrefillWork
 
-__all__ = ["AttentionModel", "pack_prefill"]
-
-
-@dataclass(frozen=True)
-class AttentionModel:
-    """Predicted attention time of a prefill, in seconds over all layers.
-
-    Each of `new` tokens attends to those before it and itself: pairs = sum over i in 1..new of
-    (cached + i) = new * (cached + (new + 1) / 2), which is what causal attention computes (2 FLOP
-    a pair, head and dimension for each of QK^T and PV). seconds = per_pair_s * pairs + per_token_s
-    * new + base_s; the second term is what grows with the tokens alone (projections, norms), the
-    third what a request costs at all (launches). Additive over the requests of a batch.
-    """
-
-    per_pair_s: float
-    per_token_s: float = 0.0
-    base_s: float = 0.0
-
-    def __post_init__(self):
-        for name in ("per_pair_s", "per_token_s", "base_s"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise InvalidArgument(f"{name} must be a time of 0 s or more, not {value!r}")
-
-    def __call__(self, cached: int, new: int) -> float:
-        """Seconds for `new` >= 1 tokens behind `cached` ones; 0 for none."""
-        if new < 1:
-            return 0.0
-        return (self.per_pair_s * (new * (cached + (new + 1) * 0.5)) + self.per_token_s * new
-                + self.base_s)
+__all__ = ["AttentionFit", "AttentionModel", "fit_attention", "pack_prefill", "profile"]
 
 
 def pack_prefill(ready, quota_s: float | None = None, attention_time=None,
@@ -53,17 +25,17 @@ def pack_prefill(ready, quota_s: float | None = None, attention_time=None,
     even if that alone exceeds the quota, so there is always progress. `max_tokens` bounds the new
     tokens of a batch in the same way. Without quota and bound: the head request, whole.
     """
-    if quota_s is None and attention_time is not None or max_tokens is None and quota_s is None:
-        if attention_time is not None:
-            raise InvalidArgument("attention_time predicts for a quota: pass quota_s as well")
-        return [(work.request_id, work.num_new_tokens) for work in _first(ready)]
-    if quota_s is not None and (attention_time is None or not quota_s > 0):
+    if quota_s is None and attention_time is not None:
+        raise InvalidArgument("attention_time predicts for a quota: pass quota_s as well")
+    if quota_s is None and max_tokens is None:
+        return [(work.request_id, _new(work)) for work in itertools.islice(ready, 1)]
+    if quota_s is not None and (not callable(attention_time) or not _is_quota(quota_s)):
         raise InvalidArgument(f"a quota must be above 0 s and needs attention_time(cached, new); "
                               f"got {quota_s!r} and {attention_time!r}")
     room = checked_int("max_tokens", max_tokens, 1) if max_tokens is not None else float("inf")
     batch, spent_s = [], 0.0
     for work in ready:
-        new = min(work.num_new_tokens, room)
+        new = min(_new(work), room)
         if quota_s is not None:
             new, spent_s = _cut(work, new, spent_s, quota_s, attention_time, not batch)
         if new:
@@ -74,10 +46,14 @@ def pack_prefill(ready, quota_s: float | None = None, attention_time=None,
     return batch
 
 
-def _first(ready):
-    for work in ready:
-        return [work]
-    return []
+def _is_quota(value) -> bool:
+    return isinstance(value, (int, float)) and value > 0
+
+
+def _new(work: PrefillWork) -> int:
+    if work.num_new_tokens < 1 or work.num_cached_tokens < 0:
+        raise InvalidArgument(f"work that is ready has a token or more to compute, not {work}")
+    return work.num_new_tokens
 
 
 def _cut(work: PrefillWork, most: int, spent_s, quota_s, attention_time, is_head):

@@ -26,7 +26,7 @@ from kvio._ext import nic as ext
 from kvio.engine.cluster import Cluster
 from kvio.errors import Closed, EngineLost, KvioError, TransferError
 from kvio.layout import block_keys
-from kvio.scheduler.quota import AttentionModel
+from kvio.scheduler import AttentionModel
 from kvio.storage import BlockStore
 from kvio.transfer import Fabric
 

@@ -21,8 +21,7 @@ from kvio.errors import EngineLost, InvalidArgument, TransferError
 from kvio.layout import block_keys
 from kvio.loader.plan import DE_HBM, NIC_READ, STORAGE_READ
 from kvio.memory import LayerPool
-from kvio.scheduler import DE, PE
-from kvio.scheduler.quota import AttentionModel
+from kvio.scheduler import DE, PE, AttentionModel
 from kvio.storage import BlockStore
 
 PROMPT = tuple(range(100, 123))             # 5 full blocks and 3 tokens
