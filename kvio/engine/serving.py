@@ -36,7 +36,7 @@ class Serving:
         self.de.promised_blocks += self._blocks
         self._in_prefill = self._in_decode = True
         self._work, self._left, self._lost = None, False, None
-        self._is_loading, self._lost_sides = False, {}      # helper side -> why it is lost
+        self._is_loading, self._dead = False, {}    # engine -> why it is dead
         self._attempt = self._try(route.parts)
 
     def _try(self, parts):
@@ -69,20 +69,23 @@ class Serving:
 
     def lose(self, engine, why: str) -> None:
         """`engine` has died. If the request needs it: what is in flight drains, then `run` ends
-        with EngineLost, or goes on without it where it only lent its storage NIC."""
+        with EngineLost, or goes on without it where it only lent its storage NIC. A prefill that
+        is through needs neither, unless what follows fails and all is done again."""
+        self._dead[engine] = why
         if engine is self.de or (engine is self.pe and self._in_prefill):
-            self._lost = self._lost or EngineLost(
-                f"request {self.request.request_id}: {why}", engine.name)
-        else:
-            sides = [part.side for part in self._attempt.parts
-                     if self.nodes[part.side] is engine and engine is not self.pe]
-            if not sides or not self._in_prefill:
-                return
-            self._lost_sides.update((side, why) for side in sides)
-            if not self._is_loading:
-                return                              # the next try looks
+            self._lost = self._lost or self._lost_with(engine)
+        elif not (self._is_loading and self._in_prefill and self._dead_sides()):
+            return                                  # the next try looks
         if self._work is not None:
             self._work.cancel()
+
+    def _lost_with(self, engine):
+        return EngineLost(f"request {self.request.request_id}: {self._dead[engine]}", engine.name)
+
+    def _dead_sides(self):
+        """Of the nodes that were to read, and lend their storage NICs."""
+        return [part.side for part in self._attempt.parts
+                if self.nodes[part.side] in self._dead and part.side not in (PE, DE)]
 
     async def _serve(self):
         try:
@@ -110,13 +113,14 @@ class Serving:
     async def _load_and_prefill(self):
         while True:
             self._check()
-            self._mend_lost_sides()
+            self._enter_prefill()
+            self._mend_dead_sides()
             self._is_loading = True
             try:
                 return await self._attempt.run(self._leave_prefill)
             except asyncio.CancelledError:
                 self._check()
-                if not self._lost_sides:
+                if not self._dead_sides():
                     raise
                 await self._clear()
             except (BlocksMissing, ReadStalled, Closed, TransferError) as failure:
@@ -126,11 +130,11 @@ class Serving:
             if self.request.finished:               # its blocks are not stored: that costs reuse
                 return
 
-    def _mend_lost_sides(self):
+    def _mend_dead_sides(self):
         """Engines that lent their storage NICs have died: others read what they were to read."""
-        while self._lost_sides:
-            side, why = self._lost_sides.popitem()
-            self._plan(self._try_again.without(self._attempt.parts, side, why))
+        for side in self._dead_sides():
+            self._plan(self._try_again.without(self._attempt.parts, side,
+                                               self._dead[self.nodes[side]]))
 
     async def _clear(self):
         """A try that has failed late may have filled HBM (and made a token, which stays)."""
@@ -168,6 +172,16 @@ class Serving:
                 if following is None:
                     raise self._try_again.error(failure)
                 self.request.note(following.figure, following.why)
+
+    def _enter_prefill(self):
+        """Again, if what came after the prefill has failed."""
+        if self.pe in self._dead:
+            self._lost = self._lost_with(self.pe)
+            raise self._lost
+        if not self._in_prefill:
+            self._in_prefill = True
+            self.pe.num_requests += 1
+            self.pe.num_tokens += self._tokens
 
     def _leave_prefill(self):
         if self._in_prefill:

@@ -7,6 +7,8 @@ no byte has come into memory that belonged to somebody else.
 
     python tests/engine/fault_driver.py --first 17 --seeds 1     # that seed again, told in full
     python tests/engine/fault_driver.py --seeds 5000 --log FILE
+
+With --real time and disk are real: nothing is the same again, and storage is truly asynchronous.
 """
 import argparse
 import asyncio
@@ -24,8 +26,9 @@ from kvio._ext import nic as ext
 from kvio.engine.cluster import Cluster
 from kvio.errors import Closed, EngineLost, KvioError, TransferError
 from kvio.layout import block_keys
-from kvio.scheduler.quota import AttentionModel
+from kvio.scheduler import AttentionModel
 from kvio.storage import BlockStore
+from kvio.transfer import Fabric
 
 LOOK_S, LIMIT_S = 0.25, 30.0        # of link time: without progress for so long, or for ever
 POLICIES = (*FLOWS, "shorter_queue", "round_robin", "split", "any_node", "push")
@@ -97,8 +100,8 @@ class Plan:
 class Run:
     """One plan carried out; `problems` says what should not have been."""
 
-    def __init__(self, plan: Plan):
-        self.plan, self.problems, self.told = plan, [], []
+    def __init__(self, plan: Plan, real: bool = False):
+        self.plan, self.real, self.problems, self.told = plan, real, [], []
         self.cluster = self.store = None
         self.tasks, self.prompts, self.left = {}, [], list(plan.faults)
         self.cancelled, self.num_finished, self.num_failed = set(), 0, 0
@@ -250,13 +253,14 @@ class Run:
                       for number in range(len(self.plan.agents))}
         leaving = asyncio.ensure_future(self.leave.wait())
         all_ended = asyncio.gather(*self.tasks.values(), return_exceptions=True)
-        loop, seen = asyncio.get_running_loop(), None
+        loop, seen, still = asyncio.get_running_loop(), None, 0
         limit = loop.time() + LIMIT_S
         while not all_ended.done() and not leaving.done():
             await asyncio.wait([all_ended, leaving], timeout=LOOK_S,
                                return_when=asyncio.FIRST_COMPLETED)
             progress = self.steps.count, self.num_finished, self.num_failed
-            if (progress == seen and not in_flight()) or loop.time() > limit:
+            still = still + 1 if progress == seen and not in_flight() else 0
+            if still > (80 if self.real else 0) or loop.time() > limit:
                 self.problems += [f"nothing goes on: {waits_in(task)}"
                                   for task in asyncio.all_tasks(loop)]
                 break
@@ -282,14 +286,15 @@ class Run:
 
     def check_counters(self):
         counters, kinds = self.cluster.counters(), self.plan.kinds()
-        causes = {"replans": {"spoil", "read_error", "kill", "stall", "cancel"},
+        causes = {"replans": {"spoil", "read_error", "write_error"},    # a full disk evicts
                   "retries": {"nic_status", "nic_fail"}, "read_failovers": {"stall", "kill"},
                   "reroutes": {"kill"}, "engines_lost": {"kill"},
                   "persist_failures": {"write_error", "kill", "nic_status", "nic_fail", "stall"}}
         for name, count in counters.items():
             possible = kinds & causes[name] or \
                 (name in ("replans", "persist_failures")
-                 and self.plan.capacity_blocks is not None)
+                 and self.plan.capacity_blocks is not None) or \
+                (self.real and name in ("read_failovers", "persist_failures"))  # a busy disk
             if count and not possible:
                 self.problems.append(f"{name} is {count}, and no fault explains it")
 
@@ -299,16 +304,19 @@ def waits_in(task) -> str:
         f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in task.get_stack())
 
 
-def run_seed(seed: int) -> Run:
-    """Its problems are empty if all is well."""
+def run_seed(seed: int, real: bool = False) -> Run:
+    """Its problems are empty if all is well. `real`: not in link time, on a real disk."""
     plan = Plan.drawn(seed)
-    run = Run(plan)
+    run = Run(plan, real)
     capacity = None if plan.capacity_blocks is None else plan.capacity_blocks * LAYOUT.stride
     with tempfile.TemporaryDirectory(prefix="kvio-faults-") as path:
         try:
             with BlockStore.open(path, LAYOUT, segment_bytes=1 << 17,
                                  capacity_bytes=capacity) as run.store:
-                in_link_time(run.main)
+                if real:
+                    asyncio.run(run.main(Fabric()))
+                else:
+                    in_link_time(run.main)
         except BaseException as failure:        # what else went wrong may be why
             if isinstance(failure, KeyboardInterrupt):
                 raise
@@ -322,8 +330,8 @@ def report(run: Run) -> str:
     """What a failure prints."""
     return "\n".join([f"seed {run.plan.seed}: {len(run.problems)} problems", *run.problems,
                       f"plan: {run.plan}", "what happened:", *run.told,
-                      "again: python tests/engine/fault_driver.py --seeds 1 --first "
-                      f"{run.plan.seed}"])
+                      f"again: python tests/engine/fault_driver.py --seeds 1 {'--real ' * run.real}"
+                      f"--first {run.plan.seed}"])
 
 
 def main(arguments=None) -> int:
@@ -331,12 +339,13 @@ def main(arguments=None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=200, help="how many, one after the other")
     parser.add_argument("--log", help="a line a seed goes there")
+    parser.add_argument("--real", action="store_true", help="real time, a real disk")
     options = parser.parse_args(arguments)
     bad, finished, failed, begin = [], 0, 0, time.monotonic()
     log = open(options.log, "a") if options.log else contextlib.nullcontext(None)
     with log as file:
         for seed in range(options.first, options.first + options.seeds):
-            run = run_seed(seed)
+            run = run_seed(seed, options.real)
             finished, failed = finished + run.num_finished, failed + run.num_failed
             if file is not None:
                 print(f"seed {seed}: {run.num_finished} served, {run.num_failed} failed typed, "

@@ -19,10 +19,9 @@ from kvio._ext import nic as ext
 from kvio.engine.cluster import Cluster
 from kvio.errors import EngineLost, InvalidArgument, TransferError
 from kvio.layout import block_keys
-from kvio.loader.plan import NIC_READ, STORAGE_READ
+from kvio.loader.plan import DE_HBM, NIC_READ, STORAGE_READ
 from kvio.memory import LayerPool
-from kvio.scheduler import DE, PE
-from kvio.scheduler.quota import AttentionModel
+from kvio.scheduler import DE, PE, AttentionModel
 from kvio.storage import BlockStore
 
 PROMPT = tuple(range(100, 123))             # 5 full blocks and 3 tokens
@@ -295,6 +294,30 @@ def test_a_request_is_cancelled_at_every_step(tmp_path, flow, quota_s):
                     assert task.cancelled() or task.result()[0].generated == EXPECTED, what
                     assert case.counted() == {}, what
         assert ended[0] and all(ended[:2 * count - 4])      # but for the last write, maybe
+
+    run(tmp_path, main)
+
+
+@pytest.mark.parametrize("flow, victim, counted", [
+    ("split", "pe", {"retries": 1, "reroutes": 1, "engines_lost": 1}),
+    ("any", "h0", {"retries": 1, "read_failovers": 1, "engines_lost": 1})])
+def test_who_had_done_its_part_dies_and_then_all_is_to_be_done_again(tmp_path, flow, victim,
+                                                                     counted):
+    """Its prefill was through; the insertion into HBM fails, and the next try needs it."""
+    async def main(store, pool, fabric):
+        async with opened(store, fabric, flow) as cluster:
+            case, seen = Case(cluster, store, pool), []
+
+            def at(n, when, step):
+                if step is not None and step.target == DE_HBM and not seen:
+                    seen.append(n)
+                    cluster.kill(case.nodes[victim].name)
+                    case.nodes[DE].nic._ext._fault(ext.STATUS, 1, 11)
+            with Steps(at).watched():
+                request = await cluster.generate(case.session, PROMPT, NUM_NEW)
+            await settled(cluster)
+            check(case, request, flow)
+            assert case.counted() == counted
 
     run(tmp_path, main)
 

@@ -23,6 +23,20 @@ def test_random_faults(first):
         assert not run.problems, report(run)
 
 
+def test_random_faults_in_real_time_on_a_real_disk():
+    for seed in range(40):
+        run = run_seed(seed, real=True)
+        assert not run.problems, report(run)
+
+
+def test_a_seed_goes_the_same_way_again():
+    """Step by step: or there would be little use in printing it."""
+    for seed in range(NUM_SEEDS, NUM_SEEDS + 15):
+        first, again = run_seed(seed), run_seed(seed)
+        assert first.steps.names == again.steps.names and first.told == again.told
+        assert first.cluster.counters() == again.cluster.counters()
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name):
     """In a process of its own: what it leaves in flight is nobody else's."""

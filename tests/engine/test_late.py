@@ -6,6 +6,7 @@ flow the request goes away, or an engine, or a queue pair.
 """
 import asyncio
 
+import numpy as np
 import pytest
 
 from failing import (FLOWS, LAYOUT, Canaries, Steps, compute, config, in_flight, in_link_time,
@@ -13,6 +14,8 @@ from failing import (FLOWS, LAYOUT, Canaries, Steps, compute, config, in_flight,
 from fault_mutants import does_not_drain
 from kvio._ext import nic as ext
 from kvio.engine.cluster import Cluster
+from kvio.engine.link_storage import LinkStore
+from kvio.layout import block_keys
 from kvio.loader import run as running
 from kvio.memory import BlockAllocator
 from kvio.storage import BlockStore
@@ -114,6 +117,36 @@ def test_nothing_lands_in_memory_of_others(tmp_path, flow, end, delay_ns):
         else:
             assert request.generated == EXPECTED, request
     assert end != "cancel" or any(isinstance(r, asyncio.CancelledError) for r in requests)
+
+
+@pytest.mark.parametrize("victim", ["pe", "de"])
+def test_an_engine_dies_while_storage_is_in_link_time(victim):
+    """Reads and writes take their time there, and are in flight when it happens."""
+    async def serve(fabric, after):
+        store, conf = LinkStore(LAYOUT, fabric, 64), config(
+            "split", snic_bytes_per_s=1 << 20, cnic_bytes_per_s=RATE, read_timeout_s=0.01)
+        tokens, stand_in = np.asarray(PROMPT, np.uint32), compute()
+
+        def put(i, block):
+            for layer in range(LAYOUT.num_layers):
+                stand_in.write_records(block[layer], tokens[4 * i:4 * i + 4], 4 * i, layer)
+        store.prime(block_keys(tokens, LAYOUT, conf.namespace("a")), put)
+        async with Cluster(conf, "dualpath", store, compute, fabric) as cluster:
+            def at(n, when, step):
+                engines = [e for e in (cluster.prefill if victim == "pe" else cluster.decode)
+                           if e.num_requests]
+                if (n, when) == (after, "before") and engines:
+                    asyncio.get_running_loop().call_later(5e-5, cluster.kill, engines[0].name)
+            with Steps(at).watched() as steps:
+                request = await cluster.generate("a", PROMPT, NUM_NEW)
+            await asyncio.sleep(0.05)
+            assert request.generated == EXPECTED and leaks(cluster) == []
+        store.close()
+        return steps.count, cluster.counters()["reroutes"]
+
+    count, _ = in_link_time(lambda fabric: serve(fabric, None))
+    rerouted = [in_link_time(lambda fabric: serve(fabric, step))[1] for step in range(count)]
+    assert rerouted[0] == 1 and set(rerouted) <= {0, 1}
 
 
 # ---- and the tests would see it
