@@ -4,6 +4,8 @@ For runs by `run_in_link_time`, whose figures must not depend on a disk or on th
 lie in memory, and go from and to a node's buffer over that node's own paced soft NIC, on the
 fabric and in the time of everything else. What the engines use of a `BlockStore` is the same.
 """
+import functools
+
 import numpy as np
 
 from kvio.engine.clock import now_s
@@ -79,7 +81,7 @@ class LinkRing:
     """What the engines use of a `Ring`: one storage NIC. Batches pass it one after the other."""
 
     def __init__(self, store: LinkStore, name: str, bytes_per_s: int):
-        self.store, self.name, self._queued = store, name, 0
+        self.store, self.name, self._queued = store, name, {READ: 0, WRITE: 0}
         self._nic = Nic.open("soft", name=f"snic:{name}", fabric=store.fabric,
                              bytes_per_s=bytes_per_s)
         self._peer = self._nic.connect(_NAME, classes=[KV])
@@ -90,39 +92,41 @@ class LinkRing:
     async def read(self, keys, pool, block_ids) -> int:
         """Blocks into the pool; how many of the first ones were here."""
         slots = self.store.slots(keys)
-        self._queued += len(slots)
         await self._move(READ, pool, block_ids[:len(slots)], slots)
         return len(slots)
 
     async def write(self, keys, pool, block_ids) -> None:
-        """Blocks out of the pool; they are here once it is over."""
+        """Blocks out of the pool; they are here once it is over. The slots of a write that fails
+        stay taken: a late packet may still come."""
         slots = self.store.pool.alloc(len(keys))
         await self._move(WRITE, pool, block_ids, slots)
         self.store.put(keys, slots)
 
     async def _move(self, opcode, pool, ids, slots):
-        begin, posted = now_s(), []
-        pool.pin(ids)
+        begin, posted, left = now_s(), [], len(slots)
+        self._queued[opcode] += left
         for first in range(0, len(slots), _PIECE):
             piece = slice(first, first + _PIECE)
             work = LayerDescriptors(
                 opcode, self._flat, self._side(pool), np.ascontiguousarray(ids[piece]),
                 self.store.side, np.ascontiguousarray(slots[piece]),
                 len(slots[piece]) * self._flat.block_tokens)
-            posted.append((len(slots[piece]), self._peer.post(work)))
+            pool.pin(ids[piece])
+            posted.append((len(slots[piece]), self._peer.post(
+                work, on_drain=functools.partial(pool.unpin, ids[piece]))))
         try:
             for count, transfer in posted:
                 await transfer
                 self._note(opcode, begin, count)
+                left -= count
         finally:
-            pool.unpin(ids)
+            self._queued[opcode] -= left            # given up: nobody waits for it
 
     def _note(self, opcode, begin, count):
         nbytes, spans = count * self._flat.full_block_nbytes, self._spans[opcode]
         self._nbytes[opcode] += nbytes
         spans.append((max(begin, spans[-1][1] if spans else 0.0), now_s(), nbytes))
-        if opcode == READ:
-            self._queued -= count
+        self._queued[opcode] -= count
 
     def _side(self, pool):
         """The pool is registered with this NIC when it is first used."""
@@ -134,9 +138,8 @@ class LinkRing:
     @property
     def read_queue(self) -> ReadQueue:
         """Reads that are outstanding."""
-        layout = self.store.layout
-        return ReadQueue(self._queued * layout.full_block_nbytes,
-                         self._queued * layout.block_tokens)
+        layout, queued = self.store.layout, self._queued[READ]
+        return ReadQueue(queued * layout.full_block_nbytes, queued * layout.block_tokens)
 
     def stats(self) -> dict:
         """As `Ring.stats`, in link time."""

@@ -54,8 +54,7 @@ def figures(cluster, served: dict, jct_s: float) -> dict:
         "generated_tokens": sum(len(r.generated) for r in requests),
         "paths": {path: sum(r.path == path and r.num_hit_tokens > 0 for r in requests)
                   for path in ("pe", "de", "split", "any")},
-        "replans": sum(r.num_replans for r in requests),
-        "persist_failures": sum(e.num_persist_failures for e in cluster.decode),
+        **cluster.counters(),
         "nics": {name: {key: stats[key] for key in
                         ("tx_bytes", "rx_bytes", "doorbells", "work_requests")}
                  for name, stats in nics.items()},

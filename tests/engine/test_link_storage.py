@@ -96,6 +96,25 @@ def test_windows_hold_every_byte_where_its_time_was():
                                             pytest.approx(640)])
 
 
+def test_a_read_that_is_given_up_keeps_its_blocks_until_they_are_still():
+    async def use(store, pool):
+        store.prime(KEYS, fill)
+        ring = store.open_ring(read_bytes_per_s=RATE, write_bytes_per_s=RATE)
+        ids = pool.alloc(40)
+        reading = asyncio.ensure_future(ring.read(KEYS, pool, ids))
+        await asyncio.sleep(0.005)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        pool.free(ids)
+        with pytest.raises(OutOfBlocks):
+            pool.alloc(40)
+        assert ring.read_queue.tokens == 0
+        await asyncio.sleep(0.050)
+        pool.free(pool.alloc(40))
+        ring.close()
+    in_link_time(use)
+
+
 def test_what_it_cannot_do_is_said():
     async def use(store, pool):
         with pytest.raises(InvalidArgument, match="one rate"):
