@@ -2,7 +2,8 @@
 
 A node is a process there, and has a row each for its storage NIC, its compute NIC and its GPU.
 Spans of a row that overlap are put into as many rows as it takes. Times are those of the engines'
-clock, from the first span on. A span's arguments say which request, layer and tokens it is of.
+clock, from the first span on. The arguments of a move say which request, layer and tokens it is
+of, those of a computation its layer, or how many sequences take the step.
 """
 import json
 from contextlib import contextmanager

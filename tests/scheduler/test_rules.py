@@ -4,8 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvio.scheduler import (DE, PE, EngineReport, LoadOrRecompute, Reason, Request, RoundRobin,
-                            Scheduler, choose_path)
+from kvio.analysis import alpha_tokens, beta_tokens
+from kvio.errors import InvalidArgument
+from kvio.scheduler import (DE, PE, AttentionModel, EngineReport, LoadOrRecompute, NodeState,
+                            PrefillWork, Reason, Request, RoundRobin, Scheduler, Split,
+                            choose_path, pack_prefill, profile)
 
 ROOM = 10**6
 
@@ -28,6 +31,50 @@ def given(lengths, alpha=50, beta=1000, hits=0, **options):
     for number, length in enumerate(lengths):
         made.submit(request(number, length, hits))
     return made
+
+
+def at(number, node, group=0, **more):
+    """A prefill engine on a node that it may share with others."""
+    return EngineReport(number, node, group_id=group, **more)
+
+
+# (the sentence, reports of prefill engines, of decode engines, whether they are refused)
+GROUPS = [
+    ("engines are grouped, all PE or all DE", [at(0, 0)], [at(0, 0)], True),
+    ("... so one number may name a group of PEs and one of DEs", [at(0, 0)], [de(0)], False),
+    ("a node's engines are in one group", [at(0, 0, 1), at(1, 0, 2)], [], True),
+    ("... which may have more nodes", [at(0, 0, 1), at(1, 0, 1), at(2, 1, 1)], [de(0)], False),
+]
+
+
+@pytest.mark.parametrize("sentence, prefill, decode, refused", GROUPS,
+                         ids=[row[0] for row in GROUPS])
+def test_groups(sentence, prefill, decode, refused):
+    made = given([10] * len(prefill))
+    if refused:
+        with pytest.raises(InvalidArgument, match="all engines of a node are in one group"):
+            made.fetch(prefill, decode)
+    else:
+        assert len(made.fetch(prefill, decode)) == len(prefill)
+
+
+def test_the_leader_of_a_group_fetches_for_all_of_it():
+    """... and what another group reports is no business of this fetch."""
+    made = given([10] * 4)
+    assert made.fetch([], [de(0, group=1), de(1, group=1)]) == []   # the DEs' leader: halves
+    routes = made.fetch([at(0, 0, 1), at(1, 0, 1)], [])             # the PEs' leader
+    assert [(r.prefill_engine, r.decode_engine) for r in routes] == [(0, 0), (1, 1), (0, 0), (1, 1)]
+
+
+def test_each_engine_reports_the_reading_queue_of_its_node():
+    """seq_e and tok_e are an engine's, read_q its node's: what engine 0 reads, 1 waits for."""
+    made = given([100], hits=64)
+    engines = [at(0, 0, last_route=0), at(1, 0, last_route=0), at(2, 1, num_tokens=900)]
+    route, = made.fetch(engines, [de(0, read=9)])
+    assert (route.prefill_engine, route.path) == (0, PE)
+    made.submit(request(1))
+    route, = made.fetch(engines, [de(0)])       # 64 > alpha on node 0, which nobody counts yet
+    assert route.prefill_engine == 2
 
 
 # (the sentence, engines, lengths of the requests, where they go; alpha = 50, beta = 1000)
@@ -118,6 +165,60 @@ def test_read_paths(sentence, pe_read, de_read, expected):
     assert route.path == expected == choose_path(pe_read, de_read)
     assert route.parts[0].node_id == (0 if expected == PE else 100)
     assert f"reading queues of {pe_read} (PE) and {de_read} (DE)" in route.reason
+
+
+# (the sentence, L, q_P, q_D, what the PE reads; in blocks of 64)
+SPLIT = [
+    ("PE share x = (L + q_D - q_P) / 2", 20, 4, 8, 12),
+    ("... equal finish times: 14 behind 4, 10 behind 8", 24, 4, 8, 14),
+    ("... clip(x, 0, L): all from the DE", 20, 30, 2, 0),
+    ("... clip(x, 0, L): all from the PE", 20, 2, 30, 20),
+]
+
+
+@pytest.mark.parametrize("sentence, length, pe_queue, de_queue, share", SPLIT,
+                         ids=[row[0] for row in SPLIT])
+def test_one_request_over_both_sides(sentence, length, pe_queue, de_queue, share):
+    parts = Split(min_gain=0).choose(64 * length, 64, NodeState(0, 64 * pe_queue),
+                                     NodeState(1, 64 * de_queue), []).parts
+    assert {part.side: part.num_tokens // 64 for part in parts} == {
+        side: count for side, count in ((PE, share), (DE, length - share)) if count}
+
+
+# (the sentence, (cached, bsz) of what is ready, the batch; quota 300, a pair takes 1 and a token 0)
+QUOTA = [
+    ("FIFO packing of (cached, bsz)", [(9, 10), (0, 10), (0, 10)], [(0, 10), (1, 10), (2, 10)]),
+    ("... cached tokens are attended to as well", [(290, 1), (290, 1)], [(0, 1)]),
+    ("until the predicted attention time reaches the quota", [(299, 1), (0, 1)], [(0, 1)]),
+    ("the request that would exceed it is cut on bsz", [(0, 20), (9, 10)], [(0, 20), (1, 6)]),
+    ("... and ends the batch: nobody overtakes", [(0, 20), (99, 10), (0, 1)], [(0, 20)]),
+]
+
+
+@pytest.mark.parametrize("sentence, ready, batch", QUOTA, ids=[row[0] for row in QUOTA])
+def test_the_compute_quota(sentence, ready, batch):
+    works = [PrefillWork(i, cached, new) for i, (cached, new) in enumerate(ready)]
+    assert pack_prefill(works, 300, AttentionModel(per_pair_s=1.0)) == batch
+
+
+def test_a_request_that_is_cut_goes_on_where_it_was_cut():
+    """Chunked prefill: what was computed is cached for the rest, so its chunks become shorter."""
+    cached, left, chunks = 0, 60, []
+    while left:
+        [(_, new)] = pack_prefill([PrefillWork(0, cached, left)], 300, AttentionModel(1.0))
+        chunks.append(new)
+        cached, left = cached + new, left - new
+    assert chunks == [24, 10, 7, 6, 5, 5, 3]    # 24 x 25 / 2 = 300 pairs; then 10 x 29.5 = 295
+
+
+def test_the_time_model_is_fitted_by_profiling():
+    model = AttentionModel(2e-9, 3e-7, 1e-4)
+    fitted = profile(model).model
+    assert fitted(5000, 300) == pytest.approx(model(5000, 300))
+
+
+def test_alpha_is_what_is_read_in_3_s_and_beta_what_a_gpu_processes_in_5_s():
+    assert alpha_tokens(50e9, 40_016) == 3 * 50e9 // 40_016 and beta_tokens(1000.0) == 5000
 
 
 def test_a_reading_queue_counts_what_was_decided_before():
