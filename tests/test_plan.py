@@ -1,5 +1,6 @@
 """Plans as data: their bytes equal the paper's traffic matrix, their order is sound."""
 import asyncio
+from math import nan
 from random import Random
 
 import pytest
@@ -188,7 +189,15 @@ def test_impossible_plans_are_refused(arguments):
 @pytest.mark.parametrize("wrong", [
     lambda: Part("fe", (0, 4)), lambda: Part("pe", (4, 4)), lambda: Part("h", (0, 4)),
     lambda: Part("pe", (-4, 4)), lambda: read_plan(LAYOUT, "pe", 4, 3, chunks=(1, 1)),
-    lambda: read_plan(LAYOUT, "pe", 4, 3, chunks=(3, 0)), lambda: read_plan(LAYOUT, "pe", 4, 1, 0)])
+    lambda: read_plan(LAYOUT, "pe", 4, 3, chunks=(3, 0)), lambda: read_plan(LAYOUT, "pe", 4, 1, 0),
+    lambda: Part(7, (0, 4)), lambda: Part("pe", None), lambda: Part("pe", (0, "4")),
+    lambda: Part("pe", (0, 4, 8)), lambda: Part("pe", (0, nan)), lambda: Part("pe", (nan, 4)),
+    lambda: read_plan(LAYOUT, None, 4, 1), lambda: read_plan(LAYOUT, [4], 4, 1),
+    lambda: read_plan(LAYOUT, "pe", 4.0, 1), lambda: read_plan(LAYOUT, "pe", "4", 1),
+    lambda: read_plan(LAYOUT, "pe", 4, 1.5), lambda: read_plan(LAYOUT, "pe", 4, None),
+    lambda: read_plan(LAYOUT, "pe", 4, 1, 1.5), lambda: read_plan(LAYOUT, "pe", 4, 2, chunks=2),
+    lambda: read_plan(LAYOUT, "pe", 4, 2, chunks=()),
+    lambda: read_plan(LAYOUT, "pe", 4, 2, chunks=["2"])])
 def test_impossible_parts_and_chunks_are_refused(wrong):
     with pytest.raises(InvalidArgument):
         wrong()

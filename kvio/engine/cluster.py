@@ -17,7 +17,7 @@ from kvio.engine.request import MENDED, EngineRequest, usable_hits
 from kvio.engine.rerouting import PatientRing, Recovery
 from kvio.engine.serving import Serving
 from kvio.engine.trace import Tracer
-from kvio.errors import Busy, Closed, EngineLost, InvalidArgument
+from kvio.errors import Busy, Closed, EngineLost, InvalidArgument, checked_int
 from kvio.layout import BlockLayout, block_keys, root_key, token_array
 from kvio.loader import Mover
 from kvio.scheduler import DE, PE, EngineReport, Request, Scheduler
@@ -77,6 +77,14 @@ class ClusterConfig:
 
     def __post_init__(self):
         Recovery(self.max_attempts, self.read_timeout_s)
+        for name in ("num_prefill", "num_decode", "buffer_blocks", "hbm_blocks", "max_tokens",
+                     "depth", "batch_tokens"):
+            if name != "batch_tokens" or self.batch_tokens is not None:
+                checked_int(name, getattr(self, name), 1)
+        checked_int("snic_bytes_per_s", self.snic_bytes_per_s, 0)
+        if self.attention_time is not None and not callable(self.attention_time):
+            raise InvalidArgument("attention_time must be callable, (cached, new) -> seconds, or "
+                                  f"None, not {self.attention_time!r}")
         if self.nic != "soft" and self.cnic_bytes_per_s:
             raise InvalidArgument(f"cnic_bytes_per_s paces soft NICs; {self.nic!r} goes as fast "
                                   "as it goes: leave it 0")
@@ -279,7 +287,7 @@ class Cluster:
     async def _generate(self, session, prompt, num_new_tokens):
         config, namespace = self.config, self.config.namespace(session)
         prompt = token_array(prompt)
-        longest = len(prompt) + num_new_tokens
+        longest = len(prompt) + checked_int("num_new_tokens", num_new_tokens, 0)
         if longest > config.max_tokens:
             raise InvalidArgument(f"{longest} tokens exceed max_tokens {config.max_tokens}")
         if self.layout.num_blocks(longest) > config.hbm_blocks:     # it would wait for ever

@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from kvio.errors import InvalidArgument
+from kvio.errors import InvalidArgument, checked_int
 from kvio.layout import BlockLayout
 
 STORAGE_READ, STORAGE_WRITE = "storage_read", "storage_write"
@@ -49,10 +49,14 @@ class Part:
     node_id: int | None = None
 
     def __post_init__(self):
-        start, stop = self.tokens
-        if not re.fullmatch("pe|de|h[0-9]+", self.side) or not 0 <= start < stop:
-            raise InvalidArgument("a part needs the side 'pe', 'de' or 'h0', 'h1'..., and tokens "
-                                  f"start < stop; got {self}")
+        try:
+            start, stop = self.tokens
+            if re.fullmatch("pe|de|h[0-9]+", self.side) and 0 <= start < stop:
+                return
+        except (TypeError, ValueError):
+            pass
+        raise InvalidArgument("a part needs the side 'pe', 'de' or 'h0', 'h1'..., and tokens "
+                              f"start < stop; got {self}")
 
     @property
     def num_tokens(self) -> int:
@@ -150,10 +154,7 @@ def read_plan(layout: BlockLayout, parts, num_hit_tokens: int, num_miss_tokens: 
     layer l has been computed *and* sent on, so depth 2 overlaps moving with computing.
     """
     parts = checked_parts(layout, parts, num_hit_tokens)
-    chunks = (num_miss_tokens,) if chunks is None else tuple(chunks)
-    if num_miss_tokens < 1 or sum(chunks) != num_miss_tokens or min(chunks, default=0) < 1:
-        raise InvalidArgument(f"one token at least is computed, and each in one chunk; got "
-                              f"{num_miss_tokens} miss tokens in chunks {chunks}")
+    chunks = _checked_chunks(num_miss_tokens, chunks)
     stages, start = [load_steps(parts)], num_hit_tokens
     for count in chunks:
         stages.append(chunk_steps(layout, parts, num_hit_tokens, (start, start + count), depth,
@@ -163,16 +164,33 @@ def read_plan(layout: BlockLayout, parts, num_hit_tokens: int, num_miss_tokens: 
     return ReadPlan(parts, num_hit_tokens, num_miss_tokens, depth, push, chunks, _chained(stages))
 
 
+def _checked_chunks(num_miss_tokens, chunks):
+    checked_int("num_miss_tokens", num_miss_tokens, 1)
+    try:
+        chunks = (num_miss_tokens,) if chunks is None else tuple(chunks)
+        if sum(chunks) == num_miss_tokens and min(chunks) >= 1:
+            return chunks
+    except (TypeError, ValueError):
+        pass
+    raise InvalidArgument(f"one token at least is computed, and each in one chunk; got "
+                          f"{num_miss_tokens} miss tokens in chunks {chunks!r}")
+
+
 def checked_parts(layout: BlockLayout, parts, num_hit_tokens: int) -> tuple[Part, ...]:
     """Parts that cover the hit tokens exactly; InvalidArgument that says what they lack."""
     tokens = layout.block_tokens
-    if num_hit_tokens < 0 or num_hit_tokens % tokens:
+    if checked_int("num_hit_tokens", num_hit_tokens, 0) % tokens:
         raise InvalidArgument(f"hits come in whole blocks of {tokens} tokens, not {num_hit_tokens}")
     if isinstance(parts, str):
         if parts not in ("pe", "de"):
             raise InvalidArgument(f"path must be 'pe' or 'de', not {parts!r}")
         parts = [Part(parts, (0, num_hit_tokens))] if num_hit_tokens else []
-    parts = tuple(parts)
+    try:
+        parts = tuple(parts)
+    except TypeError:
+        parts = (parts,)
+    if not all(isinstance(part, Part) for part in parts):
+        raise InvalidArgument(f"parts are 'pe', 'de' or a sequence of Parts, not {parts}")
     borders = [0, *(part.tokens[1] for part in parts)]
     sides = [part.side for part in parts]
     if [part.tokens[0] for part in parts] != borders[:-1] or borders[-1] != num_hit_tokens or \
@@ -215,8 +233,7 @@ def chunk_steps(layout: BlockLayout, parts, num_hit_tokens: int, computed: tuple
     The first chunk starts at `num_hit_tokens`. Later ones find what chunks before them computed
     in the DE buffer. With the `last` one the buffers of the parts are done with.
     """
-    if depth < 1:
-        raise InvalidArgument(f"depth must be at least 1, not {depth}")
+    checked_int("depth", depth, 1)
     build, (start, stop) = _Builder(), computed
     first = start == num_hit_tokens
     at_de = next((part.tokens[1] for part in parts if part.side == "de"), 0)

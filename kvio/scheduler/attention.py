@@ -136,6 +136,8 @@ def profile(measure, cached=(0, 1024, 8192, 32768), new=(1, 64, 256, 1024), repe
     which the shortest is taken, since disturbances only add.
     """
     checked_int("repeats", repeats, 1)
+    if not callable(measure):
+        raise InvalidArgument(f"measure(cached, new) -> seconds must be callable, not {measure!r}")
     samples = []
     for context, count in itertools.product(cached, new):
         measure(context, count)

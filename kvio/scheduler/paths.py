@@ -66,9 +66,13 @@ def _is_alive(node: NodeState) -> bool:
 
 
 def _check(num_tokens: int, block_tokens: int) -> None:
-    if num_tokens < 1 or block_tokens < 1 or num_tokens % block_tokens:
-        raise InvalidArgument(f"hits are read in whole blocks of {block_tokens} tokens, one at "
-                              f"least, not {num_tokens} tokens")
+    try:
+        if num_tokens >= 1 and block_tokens >= 1 and not num_tokens % block_tokens:
+            return
+    except TypeError:
+        pass
+    raise InvalidArgument(f"hits are read in whole blocks of {block_tokens!r} tokens, one at "
+                          f"least, not {num_tokens!r} tokens")
 
 
 def _lane(node: NodeState) -> Lane:

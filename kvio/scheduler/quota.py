@@ -28,7 +28,8 @@ def pack_prefill(ready, quota_s: float | None = None, attention_time=None,
     if quota_s is None and attention_time is not None:
         raise InvalidArgument("attention_time predicts for a quota: pass quota_s as well")
     if quota_s is None and max_tokens is None:
-        return [(work.request_id, _new(work)) for work in itertools.islice(ready, 1)]
+        head = ((_new(work), work) for work in itertools.islice(ready, 1))
+        return [(work.request_id, new) for new, work in head]
     if quota_s is not None and (not callable(attention_time) or not _is_quota(quota_s)):
         raise InvalidArgument(f"a quota must be above 0 s and needs attention_time(cached, new); "
                               f"got {quota_s!r} and {attention_time!r}")
@@ -51,19 +52,26 @@ def _is_quota(value) -> bool:
 
 
 def _new(work: PrefillWork) -> int:
-    if work.num_new_tokens < 1 or work.num_cached_tokens < 0:
-        raise InvalidArgument(f"work that is ready has a token or more to compute, not {work}")
-    return work.num_new_tokens
+    try:
+        if work.num_new_tokens >= 1 and work.num_cached_tokens >= 0:
+            return work.num_new_tokens
+    except (AttributeError, TypeError):
+        pass
+    raise InvalidArgument("work that is ready is a PrefillWork with a token or more to compute, "
+                          f"not {work!r}")
 
 
 def _cut(work: PrefillWork, most: int, spent_s, quota_s, attention_time, is_head):
     """(new tokens that fit, seconds spent then); the largest number that keeps to the quota."""
     def total(new):
         seconds = attention_time(work.num_cached_tokens, new)
-        if not 0 <= seconds < float("inf"):
-            raise InvalidArgument(f"attention_time({work.num_cached_tokens}, {new}) must be a "
-                                  f"time of 0 s or more, not {seconds!r}")
-        return spent_s + seconds
+        try:
+            if 0 <= seconds < float("inf"):
+                return spent_s + seconds
+        except TypeError:
+            pass
+        raise InvalidArgument(f"attention_time({work.num_cached_tokens}, {new}) must be a "
+                              f"time of 0 s or more, not {seconds!r}")
 
     after = total(most)
     if after <= quota_s:

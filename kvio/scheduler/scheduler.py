@@ -157,7 +157,7 @@ class Scheduler:
         engine holds them. An engine that is not known is none to lose. Reports of this one that
         are still on their way are ignored; if it comes back, then with a higher `incarnation`.
         """
-        engine = self._engines(side).get(engine_id)
+        engine = self._engines(side).get(checked_int("engine_id", engine_id, 0))
         if engine is None:
             return []
         lost = [entry for entry in self._waiting.values()
@@ -176,7 +176,7 @@ class Scheduler:
         """`lose` for all engines of a group. What waits in its queue goes to other groups, in
         order of submission."""
         groups = self._fleet.groups[side] if self._engines(side) is not None else {}
-        group = groups.get(group_id)
+        group = groups.get(checked_int("group_id", group_id, 0))
         return [] if group is None else sorted(
             {request_id for engine_id in list(group.engines)
              for request_id in self.lose(side, engine_id)})

@@ -47,6 +47,8 @@ from kvio.scheduler import Part as _Part
     (lambda: Scheduler(1, 1).fetch([1], []), "EngineReports, not 1"),
     (lambda: Scheduler(1, 1).lose("fe", 0), "a side is 'pe' or 'de', not 'fe'"),
     (lambda: Scheduler(1, 1).lose_group(None, 0), "a side"),
+    (lambda: Scheduler(1, 1).lose(DE, "de0"), "engine_id"),
+    (lambda: Scheduler(1, 1).lose_group(DE, []), "group_id"),
 ])
 def test_bad_input_is_refused(wrong, message):
     with pytest.raises(InvalidArgument, match=message.replace("(", r"\(")):

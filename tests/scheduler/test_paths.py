@@ -234,6 +234,8 @@ def test_figures_that_mean_nothing_are_refused(name, queue, rate):
 @pytest.mark.parametrize("wrong", [
     lambda: Split().choose(63, 64, *nodes(0, 0), []),
     lambda: Split().choose(0, 64, *nodes(0, 0), []),
+    lambda: Split().choose("64", 64, *nodes(0, 0), []),
+    lambda: Basic().choose(64, None, *nodes(0, 0), []),
     lambda: Basic().choose(64, 0, *nodes(0, 0), []), lambda: Split(1.0), lambda: Split(nan),
     lambda: Split("little"), lambda: AnyNode(-1), lambda: AnyNode(4, 0),
     lambda: AnyNode(max_wait=2), lambda: policy("fastest"),

@@ -86,7 +86,10 @@ def test_few_predictions_are_asked_for():
     lambda: pack_prefill(work((0, 9)), 0.3, per_token(nan)),
     lambda: pack_prefill(work((0, 9)), 0.3, per_token(-1.0)),
     lambda: pack_prefill(work((0, 0))), lambda: pack_prefill(work((0, 0)), 0.3, per_token(1)),
-    lambda: pack_prefill(work((-1, 1)), 0.3, per_token(1)),
+    lambda: pack_prefill(work((-1, 1)), 0.3, per_token(1)), lambda: pack_prefill([7]),
+    lambda: pack_prefill(work((nan, 1)), 0.3, per_token(1)),
+    lambda: pack_prefill(work((0, "1")), 0.3, per_token(1)),
+    lambda: pack_prefill(work((0, 9)), 0.3, lambda cached, new: None), lambda: profile(7),
     lambda: AttentionModel(-1e-9), lambda: AttentionModel(1e-9, nan), lambda: AttentionModel("1"),
     lambda: AttentionModel(1e-9, 0, inf),
 ])
