@@ -1,7 +1,7 @@
 """The timed run of the demo: Basic against DualPath at a load/compute ratio of 3.0.
 
 Real bytes, files, rings and NIC queues; bandwidths are emulated, arithmetic is slept. Wanted: 1P1D
->= 1.5 x (ideal 2), 1P2D >= 2 x (ideal 3), Basic's SNIC >= 90 % busy. In smoke mode a small trace
+>= 1.8 x (ideal 2), 1P2D >= 2.4 x (ideal 3), Basic's SNIC >= 90 % busy. In smoke mode a small trace
 with fast links runs once and only its tokens and hits are checked.
 """
 from dataclasses import replace

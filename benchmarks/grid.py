@@ -1,6 +1,6 @@
 """Do `split` and `any_node` ever lose to `shorter_queue`? A grid of clusters, in link time.
 
-    python benchmarks/grid.py --configs 500 --json grid.json --plot docs/grid.svg
+    python benchmarks/grid.py --configs 500 --json grid.json --plot docs/figures/grid.svg
 
 Each configuration is drawn from its number: nodes, rates, agents, contexts, what loading costs
 beside computing, buffers. The engines run it in link time, so the figures are those of the links

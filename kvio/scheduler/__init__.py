@@ -5,7 +5,7 @@ Decisions only. There is no clock, no I/O and no randomness in here: queue lengt
 simulator run the very same code. All ties go to the lowest engine id.
 
 Vocabulary of the paper: seq_e = `num_requests`, tok_e = `num_tokens`, read_q =
-`read_queue_tokens`, alpha and beta as there, Z = `load_limit`.
+`read_queue_tokens`, alpha and beta as there, Z the limit of normal load in `choose_decode`.
 """
 from kvio.scheduler.attention import AttentionFit, AttentionModel, fit_attention, profile
 from kvio.scheduler.data import (DE, PE, EngineReport, Part, PrefillWork, Rejection, Request,
