@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvio.analysis import alpha_tokens, beta_tokens
 from kvio.engine.clock import run_in_link_time
 from kvio.engine.cluster import ClusterConfig
 from kvio.engine.compute import TimedCompute
@@ -88,10 +89,10 @@ class TimedSetting:
     def thresholds(self, totals: dict) -> dict:
         """The scheduler's alpha (tokens that a SNIC reads in 3 s) and beta (tokens that an engine
         prefills in 5 s, hits included). Source: DualPath §6."""
-        alpha = 3 * self.snic_bytes_per_s / sum(self.layout.layer_bytes_per_token)
         compute_s = totals["miss_tokens"] * self.prefill_s_per_token(totals)
-        beta = 5 * (totals["hit_tokens"] + totals["miss_tokens"]) / compute_s
-        return {"alpha": int(alpha), "beta": int(beta)}
+        return {"alpha": alpha_tokens(self.snic_bytes_per_s,
+                                      sum(self.layout.layer_bytes_per_token)),
+                "beta": beta_tokens((totals["hit_tokens"] + totals["miss_tokens"]) / compute_s)}
 
     def config(self, totals: dict, nic: str, longest: int) -> ClusterConfig:
         """The cluster. A node's buffer and HBM hold the requests that one SNIC and one GPU keep

@@ -361,6 +361,35 @@ class Push:
         return self.inner.lanes(pe, de, others)
 
 
+def is_own(policy) -> bool:
+    """Whether it is one of the library's, whose answers the tests check and nobody else has to."""
+    return type(policy) is Push and is_own(policy.inner) or \
+        type(policy) is not Push and type(policy) in POLICIES.values()
+
+
+def checked_choice(choice, num_tokens: int, block_tokens: int, pe: NodeState,
+                   de: NodeState) -> ReadChoice:
+    """The answer of a caller's own policy for `num_tokens` hits; InvalidArgument if its parts are
+    none that a plan can be made of: whole blocks one after the other from token 0 on, one a node
+    and side, the DE's first, "pe" and "de" at the nodes of these."""
+    parts = getattr(choice, "parts", None)
+    if isinstance(choice, ReadChoice) and isinstance(parts, tuple) and \
+            all(isinstance(part, Part) for part in parts):
+        starts, stops = [part.tokens[0] for part in parts], [part.tokens[1] for part in parts]
+        sides, nodes = [part.side for part in parts], [part.node_id for part in parts]
+        homes = {PE: pe.node_id, DE: de.node_id}
+        if starts == [0, *stops][:len(parts)] and max(stops, default=0) <= num_tokens and \
+                not any(stop % block_tokens for stop in stops) and DE not in sides[1:] and \
+                len(set(nodes)) == len(set(sides)) == len(parts) and all(
+                    homes[side] == node if side in homes else node not in homes.values()
+                    for side, node in zip(sides, nodes, strict=True)):
+            return choice
+    raise InvalidArgument(
+        f"a policy answers with a ReadChoice whose parts cover hits from token 0 on, {num_tokens} "
+        f"at most, in whole blocks of {block_tokens}, one a node, the DE's (node {de.node_id}) "
+        f"first, 'pe' being node {pe.node_id}; got {choice!r}")
+
+
 POLICIES = {"pe": Basic, "round_robin": RoundRobin, "shorter_queue": ShorterQueue, "split": Split,
             "any_node": AnyNode, "push": Push}
 

@@ -6,7 +6,7 @@ from kvio.errors import InvalidArgument, KvioError, RequestTooLong, checked_int
 from kvio.scheduler.data import DE, PE, Rejection, Request, Route
 from kvio.scheduler.decode import choose_decode, choose_group
 from kvio.scheduler.fleet import Fleet
-from kvio.scheduler.paths import ReadChoice
+from kvio.scheduler.paths import ReadChoice, checked_choice, is_own
 from kvio.scheduler.paths import policy as policy_of
 from kvio.scheduler.prefill import choose_prefill
 from kvio.scheduler.queues import Queue, Waiting
@@ -50,6 +50,7 @@ class Scheduler:
         self.alpha, self.beta = checked_int("alpha", alpha, 0), checked_int("beta", beta, 0)
         self.block_tokens = checked_int("block_tokens", block_tokens, 1)
         self.policy, self.recompute = policy_of(policy), recompute
+        self._is_own_policy = is_own(self.policy)
         if recompute is not None and not hasattr(recompute, "for_request"):
             raise InvalidArgument("recompute must be None or an object with a method for_request, "
                                   f"not {recompute!r}")
@@ -338,6 +339,8 @@ class Scheduler:
             hits = checked_int("num_tokens to load", rule.num_tokens, 0, hits)
         choice = self.policy.choose(hits, self.block_tokens, pe.node.state, de.node.state,
                                     self._others(pe, de)) if hits else NOTHING
+        if hits and not self._is_own_policy:
+            checked_choice(choice, hits, self.block_tokens, pe.node.state, de.node.state)
         return choice if rule is None else replace(
             choice, reason=Reason("{}; {}", rule.reason, choice.reason))
 

@@ -6,7 +6,7 @@ import pytest
 from test_scheduler_rules import de, given, pe, request
 
 from kvio.errors import InvalidArgument, KvioError, RequestTooLong
-from kvio.scheduler import DE, EngineReport, ReadChoice, Request, Scheduler
+from kvio.scheduler import DE, PE, EngineReport, Push, ReadChoice, Request, Scheduler
 from kvio.scheduler import Part as _Part
 
 
@@ -160,8 +160,8 @@ class Policy:
 
 def test_a_policy_that_answers_nonsense_costs_the_request_and_no_other():
     def answer(num_tokens, pe, de, others):
-        node = 77 if num_tokens == 3 else pe.node_id
-        return ReadChoice((_Part("pe", (0, num_tokens), node),), "mine")
+        side, node = ("h0", 77) if num_tokens == 3 else ("pe", pe.node_id)
+        return ReadChoice((_Part(side, (0, num_tokens), node),), "mine")
 
     made = Scheduler(50, 1000, policy=Policy(answer))
     for number, hits in enumerate([2, 3, 4]):
@@ -172,9 +172,37 @@ def test_a_policy_that_answers_nonsense_costs_the_request_and_no_other():
     assert made.num_waiting == 0
 
 
+@pytest.mark.parametrize("answer", [
+    lambda tokens, pe, de: None, lambda tokens, pe, de: ReadChoice((7,), "mine"),
+    lambda tokens, pe, de: ReadChoice(None, "mine"),
+    lambda tokens, pe, de: [_Part(PE, (0, tokens), pe)],
+    lambda tokens, pe, de: ReadChoice((_Part(PE, (0, tokens + 64), pe),), "more than there is"),
+    lambda tokens, pe, de: ReadChoice((_Part(PE, (64, tokens), pe),), "not from token 0 on"),
+    lambda tokens, pe, de: ReadChoice((_Part(PE, (0, 70), pe),), "no whole blocks"),
+    lambda tokens, pe, de: ReadChoice((_Part(DE, (0, 64), de), _Part(PE, (0, 128), pe)), "twice"),
+    lambda tokens, pe, de: ReadChoice((_Part(DE, (0, 64), de), _Part(PE, (128, 192), pe)), "gap"),
+    lambda tokens, pe, de: ReadChoice((_Part(PE, (0, 64), pe), _Part(DE, (64, 128), de)), "order"),
+    lambda tokens, pe, de: ReadChoice((_Part(PE, (0, 64), de),), "another's node"),
+    lambda tokens, pe, de: ReadChoice((_Part("h0", (0, 64), pe),), "no third node"),
+    lambda tokens, pe, de: ReadChoice((_Part("h0", (0, 64), 5), _Part("h1", (64, 128), 5)), "one"),
+])
+def test_parts_that_no_plan_can_be_made_of_are_refused(answer):
+    for policy in (lambda own: own, Push):
+        made = Scheduler(50, 1000, block_tokens=64, policy=policy(Policy(
+            lambda tokens, pe, de, others: answer(tokens, pe.node_id, de.node_id))))
+        made.submit(Request(0, 200, 192, 0))
+        try:
+            assert made.fetch([pe(0)], [de(0), de(5, tok=9)]) == []
+        except (AttributeError, TypeError):         # `Push` could not even look into the answer
+            pass
+        (request_id, error), = made.rejections()
+        assert request_id == 0 and type(error) is InvalidArgument and made.num_waiting == 0
+        assert "policy" in str(error)
+
+
 def test_a_policy_that_fails_is_heard_and_nothing_is_lost():
     def answer(num_tokens, pe, de, others):
-        return ReadChoice((_Part("pe", (0, 6 // (num_tokens - 3)), pe.node_id),), "mine")
+        return ReadChoice((_Part("pe", (0, 2 // (num_tokens - 3)), pe.node_id),), "mine")
 
     made = Scheduler(50, 1000, policy=Policy(answer))
     for number, hits in enumerate([4, 3, 5]):
