@@ -363,8 +363,9 @@ class Push:
 
 def is_own(policy) -> bool:
     """Whether it is one of the library's, whose answers the tests check and nobody else has to."""
-    return type(policy) is Push and is_own(policy.inner) or \
-        type(policy) is not Push and type(policy) in POLICIES.values()
+    if type(policy) is Push:
+        return is_own(policy.inner)
+    return type(policy) in POLICIES.values()
 
 
 def checked_choice(choice, num_tokens: int, block_tokens: int, pe: NodeState,
