@@ -1,7 +1,7 @@
 """Groups that fetch by themselves, reports that are late, engines that vanish, a scheduler that
 starts anew."""
 import pytest
-from test_rules import de, given, pe, request
+from test_scheduler_rules import de, given, pe, request
 
 from kvio.errors import InvalidArgument, RequestTooLong
 from kvio.scheduler import DE, PE, Request, Scheduler

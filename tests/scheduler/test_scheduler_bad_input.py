@@ -3,7 +3,7 @@ import math
 
 import numpy as np
 import pytest
-from test_rules import de, given, pe, request
+from test_scheduler_rules import de, given, pe, request
 
 from kvio.errors import InvalidArgument, KvioError, RequestTooLong
 from kvio.scheduler import DE, EngineReport, ReadChoice, Request, Scheduler
