@@ -415,6 +415,7 @@ class Cluster:
     def _reports(self):
         """What the engines say of themselves."""
         prefill, decode = [], []
+        cnic = self._in_tokens(self.config.cnic_bytes_per_s) or INF
         for node, engine in enumerate(self.engines):
             if engine.name in self.lost:
                 continue
@@ -422,12 +423,13 @@ class Cluster:
             figures = engine.engine_id, node, engine.num_requests, engine.num_tokens, queue
             lends = {"snic_tokens_per_s": self._snic_tokens_per_s,
                      # Room for the longest request stays, or who borrows holds up the lender.
-                     "lend_tokens": max(0, engine.lend_tokens - self.config.max_tokens)
+                     "lend_tokens": max(0, engine.free_buffer_tokens - self.config.max_tokens)
                      if engine.ring is not None else 0,
                      "lend_tokens_per_s": spare_rate(
                          PE if node < len(self.prefill) else DE, len(self.prefill),
-                         len(self.decode), self._in_tokens(self.config.snic_bytes_per_s),
-                         self._in_tokens(self.config.cnic_bytes_per_s) or INF)}
+                         len(self.decode),
+                         self._in_tokens(self.config.snic_bytes_per_s), cnic),
+                     "free_buffer_tokens": engine.free_buffer_tokens, "cnic_tokens_per_s": cnic}
             if node < len(self.prefill):
                 prefill.append(EngineReport(*figures, **lends))
             else:

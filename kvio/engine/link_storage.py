@@ -84,7 +84,8 @@ class LinkRing:
         self.store, self.name, self._queued = store, name, {READ: 0, WRITE: 0}
         self._nic = Nic.open("soft", name=f"snic:{name}", fabric=store.fabric,
                              bytes_per_s=bytes_per_s)
-        self._peer = self._nic.connect(_NAME, classes=[KV])
+        # Two queue pairs: in one, a read would wait until all writes before it have been sent.
+        self._peers = {opcode: self._nic.connect(_NAME, classes=[KV]) for opcode in (READ, WRITE)}
         self._sides, self._flat = {}, _one_layer(store.layout)
         self._nbytes = {READ: 0, WRITE: 0}
         self._spans = {READ: [], WRITE: []}     # (begin, end, bytes) of batches, in seconds
@@ -112,7 +113,7 @@ class LinkRing:
                 self.store.side, np.ascontiguousarray(slots[piece]),
                 len(slots[piece]) * self._flat.block_tokens)
             pool.pin(ids[piece])
-            posted.append((len(slots[piece]), self._peer.post(
+            posted.append((len(slots[piece]), self._peers[opcode].post(
                 work, on_drain=functools.partial(pool.unpin, ids[piece]))))
         try:
             for count, transfer in posted:

@@ -84,7 +84,7 @@ class Node:
         return Place(self.buffer.pool.side(self.buffer_key), ids, self.buffer.pool)
 
     @property
-    def lend_tokens(self) -> int:
-        """What the buffer has for other nodes' requests: free, and no request waits for it."""
+    def free_buffer_tokens(self) -> int:
+        """What the buffer has for further requests: free, and no request waits for it."""
         free = self.buffer.pool.num_free - self.wanted_blocks
         return max(0, free) * self.layout.block_tokens

@@ -74,7 +74,8 @@ class EngineReport:
     `snic_tokens_per_s` is what the node's storage NIC reads (any unit that all nodes share;
     policies that split need it); 0: it is dead. `lend_tokens` and `lend_tokens_per_s` are what the
     node lends for other nodes' requests: free DRAM buffer and spare compute NIC bandwidth; 0:
-    nothing.
+    nothing. `free_buffer_tokens` is what is free of the node's DRAM buffer, less what requests
+    wait for (None: it is never full), `cnic_tokens_per_s` the rate of all its compute NICs.
     """
 
     engine_id: int
@@ -91,6 +92,8 @@ class EngineReport:
     hbm_tokens: int | None = None
     incarnation: int = 0
     request_ids: frozenset | None = None
+    free_buffer_tokens: int | None = None
+    cnic_tokens_per_s: float = math.inf
 
     def __post_init__(self):
         # Thousands of these a second: what is as it should be is seen at once.
@@ -110,15 +113,21 @@ class EngineReport:
         if self.hbm_tokens is not None and not (type(self.hbm_tokens) is int
                                                 and self.hbm_tokens >= 0):
             _make_ints(self, "hbm_tokens")
-        if not (type(self.snic_tokens_per_s) is type(self.lend_tokens_per_s) is float
-                and 0 <= self.snic_tokens_per_s < math.inf and self.lend_tokens_per_s >= 0):
+        if self.free_buffer_tokens is not None and not (type(self.free_buffer_tokens) is int
+                                                        and self.free_buffer_tokens >= 0):
+            _make_ints(self, "free_buffer_tokens")
+        if not (type(self.snic_tokens_per_s) is type(self.lend_tokens_per_s)
+                is type(self.cnic_tokens_per_s) is float
+                and 0 <= self.snic_tokens_per_s < math.inf and self.lend_tokens_per_s >= 0
+                and self.cnic_tokens_per_s >= 0):
             self._make_rates()
         if self.request_ids is not None:
             self._make_request_ids()
 
     def _make_rates(self):
         for name, least, most in (("snic_tokens_per_s", 0, sys.float_info.max),
-                                  ("lend_tokens_per_s", 0, math.inf)):
+                                  ("lend_tokens_per_s", 0, math.inf),
+                                  ("cnic_tokens_per_s", 0, math.inf)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real) or \
                     not least <= float(value) <= most:

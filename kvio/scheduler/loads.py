@@ -39,12 +39,14 @@ class Node:
     """A node's storage NIC as it will be when all that was decided has been done: `state` is
     what policies see."""
 
-    __slots__ = ("side", "group_id", "num_engines", "state", "last_route", "reads", "lent")
+    __slots__ = ("side", "group_id", "num_engines", "state", "last_route", "reads", "lent",
+                 "claims")
 
     def __init__(self, node_id: int, side: str, group_id: int):
         self.side, self.group_id, self.num_engines = side, group_id, 0
         self.state = NodeState(node_id)
         self.last_route, self.reads, self.lent = -1, Unseen(), Unseen()
+        self.claims = Unseen()                      # of a buffer that may be full
 
     @property
     def node_id(self) -> int:
@@ -70,11 +72,16 @@ class Node:
             self.last_route = last_route
         self.reads.settle(last_route)
         self.lent.settle(last_route)
+        self.claims.settle(last_route)
         state = self.state
         state.read_queue_tokens = report.read_queue_tokens + self.reads.num_tokens
         state.snic_tokens_per_s = report.snic_tokens_per_s
         state.lend_tokens = max(0, report.lend_tokens - self.lent.num_tokens)
         state.lend_tokens_per_s = report.lend_tokens_per_s
+        state.cnic_tokens_per_s = report.cnic_tokens_per_s
+        free = report.free_buffer_tokens
+        state.free_buffer_tokens = None if free is None else max(
+            0, free - self.claims.num_tokens)
 
     def add_read(self, number: int, num_tokens: int, request_id: int, lent: bool) -> None:
         """Route `number` reads here; `lent`: for a request of two other nodes."""
@@ -83,6 +90,13 @@ class Node:
         if lent:
             self.lent.add(number, num_tokens, request_id)
             self.state.lend_tokens = max(0, self.state.lend_tokens - num_tokens)
+
+    def add_claim(self, number: int, num_tokens: int, request_id: int) -> None:
+        """Route `number` takes, or waits for, so much of the DRAM buffer."""
+        state = self.state
+        if state.free_buffer_tokens is not None:
+            self.claims.add(number, num_tokens, request_id)
+            state.free_buffer_tokens = max(0, state.free_buffer_tokens - num_tokens)
 
 
 class EngineLoad:

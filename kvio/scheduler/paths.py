@@ -30,6 +30,8 @@ class NodeState:
     snic_tokens_per_s: float = 1.0
     lend_tokens: int = 0
     lend_tokens_per_s: float = INF
+    free_buffer_tokens: int | None = None
+    cnic_tokens_per_s: float = INF
 
     def add(self, part: Part) -> None:
         """Count a part that was decided; what a helper lends becomes less."""
@@ -172,6 +174,10 @@ class Split:
     are taken whose later finish is the earliest. `min_gain`: split only if the hits are there
     earlier by that share of the time that the better side alone takes; behind long queues halves
     gain next to nothing, while a request then depends on two queues.
+
+    The DE reads all if the request has to wait for the DE's buffer anyway, and the PE's compute
+    NICs are no faster than the DE's storage NIC: what the PE reads goes back through them, which
+    takes as long as is saved in reading it, and would hold the PE's buffer all that time.
     """
 
     def __init__(self, min_gain: float = 0.05):
@@ -184,6 +190,10 @@ class Split:
             return only
         if pe.node_id == de.node_id:
             return _whole(DE, num_tokens, de, "both engines are on one node")
+        if _returns_in_vain(num_tokens, pe, de):
+            return _whole(DE, num_tokens, de,
+                          "the DE's buffer has room for {} tokens only, and the PE's compute NICs "
+                          "are no faster than the DE's storage NIC", de.free_buffer_tokens)
         at_pe, finish = _shares(num_tokens, block_tokens, pe, de)
         alone = [(node.read_queue_tokens + num_tokens) / node.snic_tokens_per_s
                  for node in (de, pe)]
@@ -201,6 +211,12 @@ class Split:
 
     def lanes(self, pe, de, others):
         return [_lane(node) for node in _own(pe, de)]
+
+
+def _returns_in_vain(num_tokens, pe, de):
+    """See `Split`; the DE's buffer has to hold the whole prompt, the hits at least."""
+    return de.free_buffer_tokens is not None and de.free_buffer_tokens < num_tokens and \
+        pe.cnic_tokens_per_s <= de.snic_tokens_per_s
 
 
 def _share(name, value):

@@ -321,6 +321,9 @@ class Scheduler:
             node = nodes[part.node_id]
             node.add_read(number, part.num_tokens, request_id, node not in (pe.node, de.node))
             self._fleet.rank(node)
+            if node is not de.node:
+                node.add_claim(number, part.num_tokens, request_id)
+        de.node.add_claim(number, request.num_prompt_tokens, request_id)    # all of it goes there
         for engine in (pe, de):
             engine.commit(number, num_tokens, request_id)
             self._fleet.hold(engine, request_id)

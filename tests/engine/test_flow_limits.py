@@ -203,7 +203,11 @@ def test_nodes_lend_what_their_own_requests_do_not_need():
     async def main():
         async with Cluster(config(TIMED), "oracle", None, timed_compute) as cluster:
             def lent():
-                return [r.lend_tokens for reports in cluster._reports() for r in reports]
+                made = [r for reports in cluster._reports() for r in reports]
+                # Room for the longest request of its own, 512 tokens, is not lent.
+                assert [r.lend_tokens for r in made] == [max(0, r.free_buffer_tokens - 512)
+                                                         for r in made]
+                return [r.free_buffer_tokens for r in made]
             before = lent()
             node = cluster.decode[0]
             ids = await node.buffer.acquire(10)
@@ -223,11 +227,12 @@ def test_reports_say_in_tokens_what_a_storage_nic_reads_and_a_node_lends():
     async def main(rate):
         async with Cluster(config(TIMED, snic_bytes_per_s=rate, cnic_bytes_per_s=8 * rate),
                            "oracle", None, timed_compute) as cluster:
-            return {(r.snic_tokens_per_s, r.lend_tokens_per_s)
-                    for reports in cluster._reports() for r in reports}
-    # 3 layers of 64 bytes a token. 2P2D: of 8000 a PE needs 2 x 1000 for itself, a DE 3 x 1000.
-    assert asyncio.run(main(192_000)) == {(1000.0, 6000.0), (1000.0, 5000.0)}
-    assert asyncio.run(main(0)) == {(1.0, float("inf"))}
+            return [{(r.snic_tokens_per_s, r.cnic_tokens_per_s, r.lend_tokens_per_s)
+                     for r in reports} for reports in cluster._reports()]
+    # 3 layers of 64 bytes a token; with 2 PEs and 2 DEs their own flows take twice what a storage
+    # NIC reads at a PE, thrice at a DE.
+    assert asyncio.run(main(192_000)) == [{(1000.0, 8000.0, 6000.0)}, {(1000.0, 8000.0, 5000.0)}]
+    assert asyncio.run(main(0)) == [{(1.0, float("inf"), float("inf"))}] * 2
 
 
 # ---- the quota

@@ -81,6 +81,26 @@ def test_what_is_written_is_found_once_it_is_over_and_reads_go_beside_it():
     in_link_time(use)
 
 
+def test_a_short_read_does_not_wait_for_a_long_write_before_it():
+    """As with a `Ring`, which has a queue for each direction."""
+    async def use(store, pool):
+        store.prime(KEYS[:2], fill)
+        ring = store.open_ring(read_bytes_per_s=RATE, write_bytes_per_s=RATE)
+        ids, more = pool.alloc(10), pool.alloc(2)
+        for i, b in enumerate(ids):
+            fill(10 + i, pool.full(b))
+        writing = asyncio.ensure_future(ring.write(KEYS[10:20], pool, ids))
+        await asyncio.sleep(0)                      # it is posted
+        assert ring.stats()["write_bytes"] == 0 and not writing.done()
+        assert await ring.read(KEYS[:2], pool, more) == 2
+        assert now_s() == pytest.approx(0.002, abs=1e-8) and not writing.done()
+        await writing
+        assert now_s() == pytest.approx(0.010, abs=1e-8)
+        ring.close()
+        pool.free(np.concatenate([ids, more]))
+    in_link_time(use)
+
+
 def test_windows_hold_every_byte_where_its_time_was():
     async def use(store, pool):
         store.prime(KEYS, fill)

@@ -71,6 +71,21 @@ def test_a_reading_queue_is_late_like_the_rest():
     assert "reading queues of 64 (PE) and 63 (DE)" in route.reason
 
 
+def test_what_routes_take_of_a_buffer_counts_until_a_report_does():
+    made = given([100, 100, 100], hits=64, policy="split", block_tokens=8)
+    reports = [pe(0, cnic_tokens_per_s=1)], [de(0, free_buffer_tokens=170)]
+    paths = [route.path for route in made.fetch(*reports)]
+    assert paths == ["split", "split", DE]              # 170, 71 and then no tokens are free
+
+    def path(number, free, last_route):
+        made.submit(request(number, hits=64))
+        return made.fetch([pe(0, cnic_tokens_per_s=1, last_route=3)], [
+            de(0, free_buffer_tokens=free, last_route=last_route)])[0].path
+    assert path(3, 259, 1) == DE                        # less the second and the third
+    assert path(4, 64, 4) == "split" and path(5, 164, 4) == "split"     # less the fifth: 65
+    assert path(6, 163, 5) == "split" and path(7, 163, 5) == DE
+
+
 def test_a_report_that_is_older_than_another_is_ignored():
     made = given([100])
     made.fetch([pe(0)], [de(0)])

@@ -96,6 +96,24 @@ def test_split_that_is_left_takes_the_side_that_finishes_first():
     assert choose("split", 10, 500, 600, rates=(1.0, 2.0))[0] == {"de": 10}
 
 
+@pytest.mark.parametrize("free, cnic, rates, share", [
+    (9, 1.0, (1, 1), {"de": 10}),                       # waits, and the return takes what is saved
+    (0, 0.5, (1, 1), {"de": 10}),
+    (10, 1.0, (1, 1), {"de": 5, "pe": 5}),              # the DE's buffer has room
+    (None, 1.0, (1, 1), {"de": 5, "pe": 5}),            # it always has
+    (9, 1.01, (1, 1), {"de": 5, "pe": 5}),              # the return takes less than is saved
+    (9, 1.0, (1, 0.5), {"de": 3, "pe": 7}),             # of a slow storage NIC much is saved
+])
+def test_split_is_left_where_the_buffer_is_full_and_the_return_slow(free, cnic, rates, share):
+    pe, de = nodes(0, 0, rates=rates)
+    de.free_buffer_tokens = None if free is None else free * BLOCK
+    pe.cnic_tokens_per_s = cnic
+    for each in "split", "any_node":
+        choice = policy(each).choose(10 * BLOCK, BLOCK, pe, de, [])
+        assert {part.side: part.num_tokens // BLOCK for part in choice.parts} == share
+        assert ("room for" in choice.reason) == (share == {"de": 10})
+
+
 def test_a_lone_request_is_read_in_half_the_time():
     for blocks in (2, 3, 50, 511):
         shares, _ = choose("split", blocks, 0, 0)
