@@ -11,7 +11,8 @@ def test_smollm2_says_the_same_in_every_mode(tmp_path):
         figures = part["modes"][mode]
         assert figures["hits_as_predicted"] and figures["hit_tokens"] > 0
         assert figures["replans"] == figures["persist_failures"] == 0
-    assert part["modes"]["basic"]["paths"] == {"pe": 3, "de": 0}
+    assert part["modes"]["basic"]["paths"] == {
+        "pe": 3, "de": 0, "split": 0, "any": 0}
     paths = part["modes"]["dualpath"]["paths"]
     assert paths["pe"] + paths["de"] == 3 and min(paths.values()) > 0
     assert part["modes"]["none"]["hit_tokens"] == 0
