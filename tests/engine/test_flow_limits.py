@@ -250,8 +250,8 @@ def test_nodes_lend_what_their_own_requests_do_not_need():
             node.wanted_blocks = 0
             return before, during, after
     before, during, after = asyncio.run(main())
-    assert before == [64 * 16 - 512] * 4 and during == [512, 512, 49 * 16 - 512, 512]
-    assert after == [512, 512, 0, 512]
+    assert before == [1024] * 4 and during == [1024, 1024, 49 * 16, 1024]
+    assert after == [1024, 1024, 0, 1024]
 
 
 def test_reports_say_in_tokens_what_a_storage_nic_reads_and_a_node_lends():
