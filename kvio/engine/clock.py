@@ -8,7 +8,8 @@ import asyncio
 import selectors
 
 from kvio import completion
-from kvio.transfer import Nic
+from kvio.errors import InvalidArgument
+from kvio.transfer import Fabric, Nic
 
 __all__ = ["now_s", "run_in_link_time", "sleep_until"]
 
@@ -23,6 +24,9 @@ async def sleep_until(deadline_s: float) -> None:
     delay = deadline_s - now_s()
     if delay > 0:
         await asyncio.sleep(delay)
+
+
+_FURTHEST_NS = 10**12           # at once; who sleeps longer is looked at again
 
 
 class _LinkTimeSelector(selectors.DefaultSelector):
@@ -43,7 +47,7 @@ class _LinkTimeSelector(selectors.DefaultSelector):
             wait.append(round(timeout * 1e9))
         if not wait:
             return super().select(None)         # nothing is due here: somebody outside wakes us
-        self._fabric.advance(max(1, min(wait)))
+        self._fabric.advance(max(1, min(*wait, _FURTHEST_NS)))
         self._nic.poll()
         return super().select(0)
 
@@ -62,12 +66,20 @@ class _LinkTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_link_time(coroutine, fabric):
-    """`asyncio.run` in the time of `fabric`, whose clock must be virtual.
+    """`asyncio.run` in the time of `fabric`, whose clock must be virtual. InvalidArgument for
+    anything else, and inside another loop.
 
     All that the coroutine waits for has to be on that clock: a transfer of soft NICs on the
-    fabric, or a timer. Work of threads and devices takes no time on it.
+    fabric, or a timer. Work of threads and devices takes no time on it. Tasks that it leaves are
+    cancelled.
     """
+    if not asyncio.iscoroutine(coroutine):
+        raise InvalidArgument(f"link time runs a coroutine, not {coroutine!r}")
     try:
+        if not isinstance(fabric, Fabric):
+            raise InvalidArgument(f"link time is that of a Fabric, not of {fabric!r}")
+        if asyncio._get_running_loop() is not None:
+            raise InvalidArgument("a loop runs in this thread already: link time has its own")
         fabric.advance(0)                       # says so if the clock does not move by hand
     except BaseException:
         coroutine.close()
@@ -77,7 +89,12 @@ def run_in_link_time(coroutine, fabric):
     try:
         return loop.run_until_complete(task)
     finally:
-        if not task.done():                     # interrupted: what it holds is given back
-            task.cancel()
-            loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
-        loop.close()
+        try:
+            left = asyncio.all_tasks(loop)      # interrupted: what they hold is given back
+            for each in left:
+                each.cancel()
+            if left:
+                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            loop.close()

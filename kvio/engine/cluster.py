@@ -333,10 +333,10 @@ class Cluster:
         routed = asyncio.get_running_loop().create_future()
         self._submit(request)
         self._waiting[request.request_id] = request, routed
-        self.fetch()
         try:
+            self.fetch()
             return await routed
-        except asyncio.CancelledError:
+        except BaseException:                       # cancelled, or there is no route for it
             self.scheduler.cancel(request.request_id)
             self._waiting.pop(request.request_id, None)
             if routed.done() and not routed.cancelled() and routed.exception() is None:
@@ -356,7 +356,7 @@ class Cluster:
         if not self.scheduler.num_waiting:
             return
         left = False
-        for route in self.scheduler.fetch(*self._reports()):
+        for route in self._fetched():
             request, routed = self._waiting.pop(route.request_id)
             if routed.cancelled():                  # and its task has not heard of it yet
                 left = True
@@ -374,6 +374,17 @@ class Cluster:
                 routed.set_exception(error)
         if left:
             self.fetch()                            # its place is somebody else's
+
+    def _fetched(self):
+        """Routes. A policy that fails with an error of its own costs the request that it was asked
+        about alone: that one is among the rejections then, and the others get theirs."""
+        while True:
+            num_waiting = self.scheduler.num_waiting
+            try:
+                return self.scheduler.fetch(*self._reports())
+            except Exception:
+                if self.scheduler.num_waiting == num_waiting:   # it is not about one request
+                    raise
 
     def _nodes(self, route):
         """The engines of a route by the side that they take in it."""

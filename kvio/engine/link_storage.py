@@ -4,12 +4,13 @@ For runs by `run_in_link_time`, whose figures must not depend on a disk or on th
 lie in memory, and go from and to a node's buffer over that node's own paced soft NIC, on the
 fabric and in the time of everything else. What the engines use of a `BlockStore` is the same.
 """
+import errno
 import functools
 
 import numpy as np
 
 from kvio.engine.clock import now_s
-from kvio.errors import InvalidArgument
+from kvio.errors import InvalidArgument, OutOfBlocks, TransferError
 from kvio.layout import READ, WRITE, BlockLayout, LayerDescriptors, Side
 from kvio.memory import BlockPool
 from kvio.storage.ring import ReadQueue
@@ -60,8 +61,12 @@ class LinkStore:
     def prime(self, keys, fill) -> None:
         """Have blocks here in no time; `fill(i, block)` writes block i, uint8 [layers, ...]."""
         slots = self.pool.alloc(len(keys))
-        for i, slot in enumerate(slots):
-            fill(i, self.pool.full(slot))
+        try:
+            for i, slot in enumerate(slots):
+                fill(i, self.pool.full(slot))
+        except BaseException:
+            self.pool.free(slots)
+            raise
         self.put(keys, slots)
 
     def open_ring(self, *, read_bytes_per_s: int = 0, write_bytes_per_s: int = 0,
@@ -97,9 +102,12 @@ class LinkRing:
         return len(slots)
 
     async def write(self, keys, pool, block_ids) -> None:
-        """Blocks out of the pool; they are here once it is over. The slots of a write that fails
-        stay taken: a late packet may still come."""
-        slots = self.store.pool.alloc(len(keys))
+        """Blocks out of the pool; they are here once it is over. TransferError (ENOSPC) when the
+        store is full. The slots of a write that fails stay taken: a late packet may still come."""
+        try:
+            slots = self.store.pool.alloc(len(keys))
+        except OutOfBlocks as full:
+            raise TransferError(errno.ENOSPC, f"the store in link time is full: {full}") from None
         await self._move(WRITE, pool, block_ids, slots)
         self.store.put(keys, slots)
 

@@ -6,6 +6,7 @@ clock, from the first span on. The arguments of a move say which request, layer 
 of, those of a computation its layer, or how many sequences take the step.
 """
 import json
+import os
 from contextlib import contextmanager
 
 from kvio.engine.clock import now_s
@@ -30,6 +31,9 @@ class Tracer:
     @contextmanager
     def span(self, node: str, row: str, name: str, **arguments):
         """What happens inside is one span, also when it fails (`failed` names the error then)."""
+        if row not in ROWS or not isinstance(node, str):
+            raise InvalidArgument(f"a span is of a node's name and one of the rows "
+                                  f"{', '.join(ROWS)}, not {node!r} and {row!r}")
         begin = now_s()
         try:
             yield
@@ -73,11 +77,13 @@ class Tracer:
         return events
 
     def write(self, path: str) -> None:
-        """All spans into a JSON file; InvalidArgument if it cannot be written."""
+        """All spans into a JSON file; InvalidArgument if it cannot be written. What JSON does not
+        know among names and arguments is written as its text."""
         try:
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump({"traceEvents": self.events(), "displayTimeUnit": "ms"}, file)
-        except OSError as wrong:
+            text = json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms"}, default=str)
+            with open(os.fspath(path), "w", encoding="utf-8") as file:
+                file.write(text)
+        except (OSError, TypeError, ValueError) as wrong:
             raise InvalidArgument(f"cannot write the trace to {path}: {wrong}") from None
 
 

@@ -246,8 +246,8 @@ class Scheduler:
         A request that has got one engine keeps it and waits for the other; the scheduler counts
         it as that engine's load. Requests that turn out to be too long for all decode engines,
         and those that the policy refuses, are taken out: see `rejections`. Should the policy fail
-        with anything but a `KvioError`, that comes out here, and what had been decided before
-        comes with the next fetch.
+        with anything but a `KvioError`, that comes out here (the first such error; the rejections
+        have each as their cause), and the routes come with the next fetch.
         """
         prefill, decode = self._observe(prefill_reports, decode_reports)
         queue, complete = self._prefill_queue, self._complete
@@ -297,15 +297,20 @@ class Scheduler:
         self._fleet.by_load.touch(group)
 
     def _commit_all(self):
+        failure = None
         for entry in sorted(self._complete.values(), key=_place):
             try:
                 self._routes.append(self._commit(entry))
             except KvioError as wrong:
                 self._reject(entry, wrong)
             except Exception as wrong:              # of a policy: the other requests go on
-                self._reject(entry, InvalidArgument(
-                    f"request {entry.request.request_id}: the policy failed with {wrong!r}"))
-                raise
+                error = InvalidArgument(
+                    f"request {entry.request.request_id}: the policy failed with {wrong!r}")
+                error.__cause__ = wrong
+                self._reject(entry, error)
+                failure = failure or wrong
+        if failure is not None:
+            raise failure
 
     def _commit(self, entry):
         """The read path is decided, and with it the route."""

@@ -269,7 +269,8 @@ def test_any_chunking_gives_the_bits_of_prefill_in_one_piece(
         for work in ready:
             if batch and random.random() < 0.3:
                 break
-            new = random.choice([1, work.num_new_tokens, random.randint(1, work.num_new_tokens)])
+            new = random.choice([1, work.num_new_tokens, random.randint(1, work.num_new_tokens)]) \
+                if cuts else 1                      # something is cut, whatever is drawn
             batch.append((work.request_id, new))
             if new < work.num_new_tokens:
                 cuts.append(new)

@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from flows import (ATTENTION, POLICIES, TIMED, Spread, assert_all_is_given_back, config, run,
-                   sessions, timed_compute)
+from flows import (ATTENTION, LAYOUT, POLICIES, TIMED, Spread, assert_all_is_given_back, config,
+                   model_compute, run, sessions, timed_compute)
 
 from kvio import completion
 from kvio._ext import nic as ext
@@ -20,7 +20,7 @@ from kvio.engine.prefill import Workspace
 from kvio.engine.request import Session
 from kvio.engine.workload import run_sessions
 from kvio.errors import InvalidArgument, TransferError
-from kvio.scheduler import DE
+from kvio.scheduler import DE, PE
 from kvio.scheduler.quota import AttentionModel
 from kvio.storage import BlockStore
 from kvio.transfer import Access, Fabric
@@ -47,6 +47,37 @@ def test_a_policy_that_pushes_and_does_not_say_so_is_refused_by_the_nic(tmp_path
 
     with pytest.raises(TransferError, match="REM_ACCESS"):
         run("dualpath", tmp_path, config(policy=Secretly()), made=sessions(1, 2))
+
+
+class Failing:
+    """A policy of which every third answer is an error, or none."""
+
+    def __init__(self, answer):
+        self.answer, self.num_asked = answer, 0
+
+    def choose(self, *args):
+        self.num_asked += 1
+        return self.answer() if self.num_asked % 3 == 1 else Spread(DE, PE).choose(*args)
+
+
+@pytest.mark.parametrize("answer", [lambda: 1 / 0, lambda: None])
+def test_a_policy_that_fails_costs_its_request_and_no_other(tmp_path, answer):
+    made = sessions(9, 2)
+
+    async def main(store):
+        async with Cluster(config(policy=Failing(answer)), "dualpath", store,
+                           model_compute) as cluster:
+            await asyncio.gather(*(cluster.generate(s.name, s.turns[0].append, 2) for s in made))
+            ended = await asyncio.gather(*(cluster.generate(s.name, s.turns[0].append, 2)
+                                           for s in made), return_exceptions=True)
+            assert not cluster._waiting
+            assert_all_is_given_back(cluster)
+        return ended
+    with BlockStore.open(tmp_path, LAYOUT, segment_bytes=1 << 20) as store:
+        ended = asyncio.run(main(store))
+    failed = [error for error in ended if isinstance(error, Exception)]
+    assert len(failed) == 3 and all(isinstance(error, InvalidArgument) for error in failed)
+    assert all("policy" in str(error) for error in failed)
 
 
 def marked(monkeypatch, mark=0x77):

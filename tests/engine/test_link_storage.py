@@ -1,13 +1,20 @@
 """Storage in link time: bytes, times and figures of a storage NIC that is a soft NIC."""
 import asyncio
+import contextlib
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from flows import LAYOUT as MODEL_LAYOUT
+from flows import assert_all_is_given_back, config, model_compute, run, sessions
 
 from kvio.engine.clock import now_s, run_in_link_time
+from kvio.engine.cluster import Cluster
 from kvio.engine.link_storage import LinkStore
+from kvio.engine.trace import GPU, Tracer
+from kvio.engine.workload import run_sessions
 from kvio.errors import InvalidArgument, OutOfBlocks
 from kvio.layout import BlockLayout, block_keys
 from kvio.memory import BlockPool
@@ -142,6 +149,112 @@ def test_what_it_cannot_do_is_said():
         with pytest.raises(OutOfBlocks):
             store.prime(KEYS, fill)
     in_link_time(use, num_blocks=39)
+
+
+def test_a_full_store_costs_reuse_and_no_request():
+    """Nine blocks fit; everything is served, and what is not stored is counted."""
+    fabric = Fabric("virtual")
+    made = sessions(3, 2)
+
+    async def main(store):
+        async with Cluster(config(), "dualpath", store, model_compute, fabric) as cluster:
+            served = await run_sessions(cluster, made, in_step=True)
+            assert_all_is_given_back(cluster)
+            assert cluster.counters()["persist_failures"] > 0
+        return served
+    with contextlib.closing(LinkStore(MODEL_LAYOUT, fabric, 9)) as store:
+        served = run_in_link_time(main(store), fabric)
+        assert len(store) == 9 and store.pool.num_free == 0
+    alone = run("none", None, config(), made=made)
+    assert [r.generated for rs in served.values() for r in rs] == \
+        [r.generated for rs in alone.values() for r in rs]
+
+
+def test_blocks_that_could_not_be_filled_are_free_again():
+    def broken(i, block):
+        raise ArithmeticError("no block")
+
+    async def use(store, pool):
+        with pytest.raises(ArithmeticError):
+            store.prime(KEYS, broken)
+        assert len(store) == 0 and store.pool.num_free == store.pool.num_blocks
+    in_link_time(use)
+
+
+# ---- the clock
+
+async def _sleeps(seconds):
+    await asyncio.sleep(seconds)
+    return asyncio.get_running_loop().time()
+
+
+@pytest.mark.parametrize("coroutine, fabric, word", [
+    (lambda: 5, lambda: Fabric("virtual"), "runs a coroutine"),
+    (lambda: _sleeps, lambda: Fabric("virtual"), "runs a coroutine"),
+    (lambda: _sleeps(1), lambda: 5, "that of a Fabric"),
+    (lambda: _sleeps(1), Fabric, "only a virtual clock")])
+def test_what_cannot_run_in_link_time(coroutine, fabric, word):
+    with pytest.raises(InvalidArgument, match=word):
+        run_in_link_time(coroutine(), fabric())
+
+
+def test_link_time_has_a_loop_of_its_own():
+    async def nested():
+        return run_in_link_time(_sleeps(1), Fabric("virtual"))
+    for start in (asyncio.run, lambda main: run_in_link_time(main, Fabric("virtual"))):
+        with pytest.raises(InvalidArgument, match="a loop runs"):
+            start(nested())
+
+
+def test_a_long_sleep_takes_no_time():
+    assert run_in_link_time(_sleeps(1e6), Fabric("virtual")) == pytest.approx(1e6)
+
+
+def test_tasks_that_are_left_are_cancelled():
+    ended = []
+
+    async def forgotten():
+        try:
+            await asyncio.sleep(1e9)
+        finally:
+            ended.append("task")
+
+    async def numbers():
+        try:
+            yield 1
+        finally:
+            ended.append("generator")
+
+    async def main():
+        tasks.append(asyncio.ensure_future(forgotten()))
+        generators.append(numbers())
+        await anext(generators[0])
+        await asyncio.sleep(1)
+        return "done"
+    tasks, generators = [], []
+    assert run_in_link_time(main(), Fabric("virtual")) == "done"
+    assert tasks[0].cancelled() and ended == ["task", "generator"]
+
+
+# ---- traces
+
+def test_a_trace_takes_odd_names_and_no_odd_rows(tmp_path):
+    tracer, path = Tracer(), tmp_path / "trace.json"
+
+    async def main():
+        with tracer.span("\ud800", GPU, "\0\n", number=np.int64(5), other=object()):
+            await asyncio.sleep(1)
+        for node, row in ((5, GPU), ("pe0", "no row"), ("pe0", None), ("pe0", [])):
+            with pytest.raises(InvalidArgument, match="one of the rows"), tracer.span(
+                    node, row, "odd"):
+                pass
+    run_in_link_time(main(), Fabric("virtual"))
+    tracer.write(path)
+    span = json.loads(path.read_text())["traceEvents"][0]
+    assert span["name"] == "\0\n" and span["args"]["number"] == "5" and span["dur"] == 1e6
+    for bad in ("", "\0", None, [], tmp_path):
+        with pytest.raises(InvalidArgument, match="cannot write the trace"):
+            tracer.write(bad)
 
 
 @pytest.mark.parametrize("number", range(8))
