@@ -68,7 +68,8 @@ def _check(arguments):
         if any(given) and not all(given):
             options = ", ".join("--" + name.replace("_", "-") for name in names)
             raise InvalidArgument(f"{options} go together")
-    if arguments.model is None and (arguments.agents_per_s or arguments.gpu_flop_per_s):
+    of_model = arguments.agents_per_s, arguments.gpu_flop_per_s
+    if arguments.model is None and of_model != (None, None):
         raise InvalidArgument("--gpu-flop-per-s and --agents-per-s need a --model")
 
 

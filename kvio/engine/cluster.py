@@ -22,6 +22,7 @@ from kvio.layout import BlockLayout, block_keys, root_key, token_array
 from kvio.loader import Mover
 from kvio.scheduler import DE, PE, EngineReport, Request, Scheduler
 from kvio.scheduler.paths import Push, spare_rate
+from kvio.scheduler.quota import is_quota
 from kvio.storage import BlockStore
 from kvio.transfer import KV, Fabric, Nic, TrafficClass
 
@@ -82,6 +83,8 @@ class ClusterConfig:
             if name != "batch_tokens" or self.batch_tokens is not None:
                 checked_int(name, getattr(self, name), 1)
         checked_int("snic_bytes_per_s", self.snic_bytes_per_s, 0)
+        if self.quota_s is not None and not is_quota(self.quota_s):
+            raise InvalidArgument(f"quota_s must be a time above 0 s, or None, not {self.quota_s!r}")
         if self.attention_time is not None and not callable(self.attention_time):
             raise InvalidArgument("attention_time must be callable, (cached, new) -> seconds, or "
                                   f"None, not {self.attention_time!r}")
@@ -275,6 +278,8 @@ class Cluster:
         """Serve one request: all tokens generated, all its full blocks stored."""
         if self._closed:
             raise Closed("the cluster is closed")
+        if not self.prefill:
+            raise Closed("the cluster is not open yet: use `async with Cluster(...) as cluster`")
         task, ended = asyncio.current_task(), asyncio.get_running_loop().create_future()
         self._serving[task] = ended
         try:

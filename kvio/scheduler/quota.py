@@ -5,12 +5,14 @@ quota; the request that would exceed it is cut. Without that, engines that prefi
 parallel attention, expert parallel layers) wait in each layer for whoever has the longest contexts.
 """
 import itertools
+from operator import index
 
 from kvio.errors import InvalidArgument, checked_int
 from kvio.scheduler.attention import AttentionFit, AttentionModel, fit_attention, profile
 from kvio.scheduler.data import PrefillWork
 
-__all__ = ["AttentionFit", "AttentionModel", "fit_attention", "pack_prefill", "profile"]
+__all__ = ["AttentionFit", "AttentionModel", "fit_attention", "is_quota", "pack_prefill",
+           "profile"]
 
 
 def pack_prefill(ready, quota_s: float | None = None, attention_time=None,
@@ -30,7 +32,7 @@ def pack_prefill(ready, quota_s: float | None = None, attention_time=None,
     if quota_s is None and max_tokens is None:
         head = ((_new(work), work) for work in itertools.islice(ready, 1))
         return [(work.request_id, new) for new, work in head]
-    if quota_s is not None and (not callable(attention_time) or not _is_quota(quota_s)):
+    if quota_s is not None and (not callable(attention_time) or not is_quota(quota_s)):
         raise InvalidArgument(f"a quota must be above 0 s and needs attention_time(cached, new); "
                               f"got {quota_s!r} and {attention_time!r}")
     room = checked_int("max_tokens", max_tokens, 1) if max_tokens is not None else float("inf")
@@ -47,13 +49,14 @@ def pack_prefill(ready, quota_s: float | None = None, attention_time=None,
     return batch
 
 
-def _is_quota(value) -> bool:
-    return isinstance(value, (int, float)) and value > 0
+def is_quota(value) -> bool:
+    """Whether it is a number of seconds above 0."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _new(work: PrefillWork) -> int:
-    try:
-        if work.num_new_tokens >= 1 and work.num_cached_tokens >= 0:
+    try:                                            # ints: halves of others never come to an end
+        if index(work.num_new_tokens) >= 1 and index(work.num_cached_tokens) >= 0:
             return work.num_new_tokens
     except (AttributeError, TypeError):
         pass

@@ -246,3 +246,10 @@ def test_profiling_measures_a_grid_and_takes_the_shortest():
     assert fit.model(20_000, 500) == pytest.approx(model(20_000, 500), rel=1e-6)
     with pytest.raises(InvalidArgument):
         profile(measure, repeats=0)
+
+
+@pytest.mark.parametrize("new", [float("inf"), 2.5, "3", None])
+def test_work_is_counted_in_whole_tokens(new):
+    """Or the search for the cut would halve for ever."""
+    with pytest.raises(InvalidArgument, match="PrefillWork"):
+        pack_prefill([PrefillWork(1, 0, new)], 0.3, lambda cached, new: new * 1.0)
