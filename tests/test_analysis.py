@@ -153,7 +153,8 @@ def test_the_command_in_words():
 @pytest.mark.parametrize("arguments, said", [
     (["--prefill-nodes", "2"], "go together"), (["--snic-ratio", "0"], "snic_ratio"),
     (["--agents-per-s", "1", "--session-s", "1", "--total-tokens", "9"], "--model"),
-    (["--gpu-flop-per-s", "0"], "--model"), (["--plot", "/nowhere/x.svg"], "/nowhere/x.svg"), (["--plot", "x.nosuch"], "x.nosuch")])
+    (["--gpu-flop-per-s", "0"], "--model"),
+    (["--plot", "/nowhere/x.svg"], "/nowhere/x.svg"), (["--plot", "x.nosuch"], "x.nosuch")])
 def test_the_command_refuses(arguments, said):
     done = kvio(*arguments)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

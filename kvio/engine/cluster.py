@@ -84,7 +84,8 @@ class ClusterConfig:
                 checked_int(name, getattr(self, name), 1)
         checked_int("snic_bytes_per_s", self.snic_bytes_per_s, 0)
         if self.quota_s is not None and not is_quota(self.quota_s):
-            raise InvalidArgument(f"quota_s must be a time above 0 s, or None, not {self.quota_s!r}")
+            raise InvalidArgument("quota_s must be a time above 0 s, or None, not "
+                                  f"{self.quota_s!r}")
         if self.attention_time is not None and not callable(self.attention_time):
             raise InvalidArgument("attention_time must be callable, (cached, new) -> seconds, or "
                                   f"None, not {self.attention_time!r}")
