@@ -3,12 +3,10 @@ import asyncio
 
 import numpy as np
 
-from kvio.engine.decode import DecodeEngine
 from kvio.engine.moves import move
 from kvio.engine.prefill import Prefill
-from kvio.errors import Closed, TransferError
 from kvio.loader import (RELEASE, Binding, Mover, buffer_order, insert_steps, load_steps,
-                         persist_plan, run_plan)
+                         run_plan)
 from kvio.loader.plan import DE_BUFFER, DE_HBM, side_of
 from kvio.scheduler import DE, PE
 
@@ -97,8 +95,8 @@ class Attempt:
         first = self.layout.num_full_blocks(self.request.num_hit_tokens)
         stop = len(self.request.keys) if self.de.ring is not None else first
         ids = self._held.pop(DE_BUFFER)
-        self.writing = [asyncio.ensure_future(persist_prompt_block(
-            self.de, self.mover, block, ids, binding)) for block in range(first, stop)]
+        self.writing = [asyncio.ensure_future(self.de.persist_block(
+            self.mover, block, ids, binding, from_hbm=False)) for block in range(first, stop)]
         rest = np.delete(ids, np.arange(first, stop))
         if len(rest):
             self.de.buffer.release(rest)
@@ -121,16 +119,3 @@ class Attempt:
         if self.hbm_ids is not None:
             self.de.hbm.free(self.hbm_ids)
             self.hbm_ids = None
-
-
-async def persist_prompt_block(engine: DecodeEngine, mover: Mover, block: int, ids, binding):
-    """Block `block` of a prompt, which lies in the DE buffer, to the store; then it is free."""
-    try:
-        steps = persist_plan(engine.layout, block, from_hbm=False)
-        await run_plan(steps, lambda step: move(mover, step, binding))
-        engine.num_persisted_blocks += 1
-    except (Closed, TransferError):
-        engine.num_persist_failures += 1            # it costs reuse, not the request
-        mover.recover()
-    finally:
-        engine.buffer.release(ids[block:block + 1])

@@ -21,7 +21,7 @@ from kvio.errors import Busy, Closed, EngineLost, InvalidArgument, checked_int
 from kvio.layout import BlockLayout, block_keys, root_key, token_array
 from kvio.loader import Mover
 from kvio.scheduler import DE, PE, EngineReport, Request, Scheduler
-from kvio.scheduler.paths import Push, spare_rate
+from kvio.scheduler.paths import spare_rate
 from kvio.scheduler.quota import is_quota
 from kvio.storage import BlockStore
 from kvio.transfer import KV, Fabric, Nic, TrafficClass
@@ -130,6 +130,7 @@ class Cluster:
         self.scheduler = Scheduler(
             config.alpha, config.beta, _POLICIES[mode] if config.policy is None else config.policy,
             self.layout.block_tokens, config.recompute)
+        self._pushes = getattr(self.scheduler.policy, "pushes", False)
         self.prefill, self.decode, self._peers = [], [], {}
         self._waiting, self._ids = {}, 0            # request_id -> (request, future)
         self._serving, self._closed = {}, False     # task -> future: until `generate` has ended
@@ -150,14 +151,13 @@ class Cluster:
         return self
 
     def _open(self, stack):
-        config, policy = self.config, self.scheduler.policy
-        pushed = getattr(policy, "pushes", isinstance(policy, Push))
+        config = self.config
         for i in range(config.num_prefill):
             self.prefill.append(PrefillEngine(
                 i, i, f"pe{i}", self.layout, **self._parts(f"pe{i}", stack),
                 max_tokens=config.max_tokens, depth=config.depth, quota_s=config.quota_s,
                 attention_time=config.attention_time, batch_tokens=config.batch_tokens,
-                pushed=pushed))
+                pushed=self._pushes))
         for i in range(config.num_decode):
             self.decode.append(DecodeEngine(
                 i, config.num_prefill + i, f"de{i}", self.layout, **self._parts(f"de{i}", stack),
@@ -365,6 +365,11 @@ class Cluster:
         for route in self._fetched():
             request, routed = self._waiting.pop(route.request_id)
             if routed.cancelled():                  # and its task has not heard of it yet
+                left = True
+                continue
+            if route.push and not self._pushes:     # PE HBM is closed to others' writes
+                routed.set_exception(InvalidArgument(
+                    "the policy pushes and does not say so: give it an attribute pushes = True"))
                 left = True
                 continue
             request.parts, request.reason = route.parts, str(route.reason)

@@ -174,14 +174,19 @@ class DecodeEngine(Node):
             await self._persist_now(sequence, mover, block)
 
     async def _persist_now(self, sequence, mover, block):
-        tokens, request = self.layout.block_tokens, sequence.request
         ids = np.full(block + 1, -1, np.int64)
-        ids[block:] = held = await self.buffer.acquire(1)
+        ids[block:] = await self.buffer.acquire(1)
+        tokens = sequence.tokens[:(block + 1) * self.layout.block_tokens]
+        binding = Binding(chained_keys(sequence.request, tokens, self.layout), {
+            DE_BUFFER: self.buffer_place(ids), DE_HBM: self.hbm_place(sequence.ids)})
+        await self.persist_block(mover, block, ids, binding, from_hbm=True)
+
+    async def persist_block(self, mover: Mover, block: int, ids: np.ndarray, binding: Binding,
+                            from_hbm: bool) -> None:
+        """Block `block` of a request, for which the buffer's block ids[block] is held, goes to the
+        store; then that is free, whatever has become of it."""
         try:
-            keys = chained_keys(request, sequence.tokens[:(block + 1) * tokens], self.layout)
-            binding = Binding(keys, {DE_BUFFER: self.buffer_place(ids),
-                                     DE_HBM: self.hbm_place(sequence.ids)})
-            steps = [s for s in persist_plan(self.layout, block, from_hbm=True)
+            steps = [s for s in persist_plan(self.layout, block, from_hbm)
                      if s.source != s.target]       # the buffer is released below, in any case
             await run_plan(steps, lambda step: move(mover, step, binding))
             self.num_persisted_blocks += 1
@@ -189,4 +194,4 @@ class DecodeEngine(Node):
             self.num_persist_failures += 1          # it costs reuse, not the request
             mover.recover()
         finally:
-            self.buffer.release(held)
+            self.buffer.release(ids[block:block + 1])

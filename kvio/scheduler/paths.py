@@ -366,6 +366,8 @@ class Push:
     by gather lists; and no request for the bytes has to travel first.
     """
 
+    pushes = True                   # who carries it out opens PE HBM to others' writes
+
     def __init__(self, inner=None):
         self.inner = policy("shorter_queue" if inner is None else inner)
 

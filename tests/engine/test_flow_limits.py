@@ -40,12 +40,13 @@ def test_pe_hbm_is_open_to_others_writes_only_where_a_policy_pushes(tmp_path, po
     run("dualpath", tmp_path, config(policy=policy), look=look, made=sessions(1, 1))
 
 
-def test_a_policy_that_pushes_and_does_not_say_so_is_refused_by_the_nic(tmp_path):
+def test_a_policy_that_pushes_and_does_not_say_so_is_told(tmp_path):
+    """Before anything moves: the NIC would refuse it, after some tries."""
     class Secretly:
         def choose(self, *args):
             return replace(Spread(DE).choose(*args), push=True)
 
-    with pytest.raises(TransferError, match="REM_ACCESS"):
+    with pytest.raises(InvalidArgument, match="pushes = True"):
         run("dualpath", tmp_path, config(policy=Secretly()), made=sessions(1, 2))
 
 
