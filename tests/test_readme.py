@@ -48,6 +48,14 @@ def test_a_request_is_routed_over_both_sides(tmp_path, capsys):
     assert " steps; " in moved and "snic_read" in moved
 
 
+def test_a_policy_of_ones_own_is_asked(capsys):
+    text = (ROOT / "docs" / "policies.md").read_text().partition("## A policy of your own")[2]
+    exec(compile(re.search(r"```python\n(.*?)```", text, re.S)[1], "policies.md", "exec"), {})
+    line, = capsys.readouterr().out.splitlines()
+    assert line.startswith("split (Part(side='de', tokens=(0, 448), node_id=1)")
+    assert "half and half" in line
+
+
 def test_the_commands_about_transfers_are_understood():
     text = (ROOT / "README.md").read_text()
     lines = re.findall(r"^kvio ((?:analyze|bench|demo|qos) .*?)(?:  +#.*)?$", text, re.M)

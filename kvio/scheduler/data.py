@@ -71,11 +71,12 @@ class EngineReport:
     `request_ids` are the requests that the engine holds (None: it does not say). They are needed
     when the scheduler has started anew, see `Scheduler.observe`.
 
-    `snic_tokens_per_s` is what the node's storage NIC reads (any unit that all nodes share;
-    policies that split need it); 0: it is dead. `lend_tokens` and `lend_tokens_per_s` are what the
-    node lends for other nodes' requests: free DRAM buffer and spare compute NIC bandwidth; 0:
-    nothing. `free_buffer_tokens` is what is free of the node's DRAM buffer, less what requests
-    wait for (None: it is never full), `cnic_tokens_per_s` the rate of all its compute NICs.
+    `snic_tokens_per_s` is what the node's storage NIC reads; 0: it is dead. Policies that split
+    compare nodes, so any unit that all share will do; `LoadOrRecompute` needs seconds.
+    `lend_tokens` and `lend_tokens_per_s` are what the node lends for other nodes' requests: free
+    DRAM buffer and spare compute NIC bandwidth; 0: nothing. `free_buffer_tokens` is what is free
+    of the node's DRAM buffer, less what requests wait for (None: it is never full),
+    `cnic_tokens_per_s` the rate of all its compute NICs.
     """
 
     engine_id: int

@@ -404,9 +404,9 @@ def checked_choice(choice, num_tokens: int, block_tokens: int, pe: NodeState,
                     for side, node in zip(sides, nodes, strict=True)):
             return choice
     raise InvalidArgument(
-        f"a policy answers with a ReadChoice whose parts cover hits from token 0 on, {num_tokens} "
-        f"at most, in whole blocks of {block_tokens}, one a node, the DE's (node {de.node_id}) "
-        f"first, 'pe' being node {pe.node_id}; got {choice!r}")
+        f"a policy answers with a ReadChoice whose parts, a tuple, cover hits from token 0 on, "
+        f"{num_tokens} at most, in whole blocks of {block_tokens}, each with its node_id and one a "
+        f"node, the DE's (node {de.node_id}) first, 'pe' being node {pe.node_id}; got {choice!r}")
 
 
 POLICIES = {"pe": Basic, "round_robin": RoundRobin, "shorter_queue": ShorterQueue, "split": Split,

@@ -51,9 +51,10 @@ class Scheduler:
         self.block_tokens = checked_int("block_tokens", block_tokens, 1)
         self.policy, self.recompute = policy_of(policy), recompute
         self._is_own_policy = is_own(self.policy)
-        if recompute is not None and not hasattr(recompute, "for_request"):
-            raise InvalidArgument("recompute must be None or an object with a method for_request, "
-                                  f"not {recompute!r}")
+        if recompute is not None and (not hasattr(recompute, "for_request")
+                                      or isinstance(recompute, type)):
+            raise InvalidArgument("recompute must be None or an object (no class) with a method "
+                                  f"for_request, not {recompute!r}")
         self.num_routes = 0                         # the number of the latest route
         self._fleet, self._waiting = Fleet(), {}    # request_id -> Waiting
         self._num_submitted = 0
