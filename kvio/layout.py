@@ -293,6 +293,9 @@ class LayerDescriptors:
                                       f"or None, not {ids!r}")
         if opcode not in (READ, WRITE):
             raise InvalidArgument(f"opcode must be kvio.READ or kvio.WRITE, not {opcode!r}")
+        if not layout.is_uniform:                   # read again for a layer of another size
+            local_ids, remote_ids = (None if ids is None else ids.copy()
+                                     for ids in (local_ids, remote_ids))
         self._args = opcode, local, local_ids, remote, remote_ids
         self._layout, self._tokens = layout, checked_int("num_tokens", num_tokens, 1)
         self._max_sge = checked_int("max_sge", max_sge, 1, 1 << 16)

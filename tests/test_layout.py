@@ -220,3 +220,14 @@ def test_token_counts_and_layers_that_do_not_exist_are_refused(tokens, layer):
         LayerDescriptors(READ, layout, side, None, side, None, tokens).layer(layer)
     with pytest.raises(InvalidArgument):
         LayerDescriptors(READ, layout, side, None, side, None, tokens, layer)
+
+
+def test_descriptors_keep_their_ids_for_layers_of_another_size():
+    """They are built anew there, when the caller's array may be something else by then."""
+    layout = BlockLayout(2, 4, [8, 16])
+    side = Side(1 << 20, layout.stride, layout.layer_offsets[:2], 7)
+    ids = np.array([3, 5], np.int64)
+    made = LayerDescriptors(READ, layout, side, ids, side, ids, 8)
+    ids[:] = 9
+    assert made.layer(1).wrs["local_addr"].tolist() == [
+        (1 << 20) + i * layout.stride + layout.layer_offsets[1] for i in (3, 5)]

@@ -98,8 +98,9 @@ class ClusterConfig:
         return Recovery(self.max_attempts, self.read_timeout_s)
 
     def namespace(self, session: str) -> bytes:
-        """What a session's block keys begin with: hits count inside a session only."""
-        return f"{self.model_name}/{session}".encode()
+        """What a session's block keys begin with: hits count inside a session only. Model names
+        have slashes in them, so the length says where the session's begins."""
+        return f"{len(self.model_name)}:{self.model_name}/{session}".encode()
 
 
 class Cluster:
@@ -292,7 +293,7 @@ class Cluster:
 
     async def _generate(self, session, prompt, num_new_tokens):
         config, namespace = self.config, self.config.namespace(session)
-        prompt = token_array(prompt)
+        prompt = token_array(prompt).copy()         # the caller's array may change meanwhile
         longest = len(prompt) + checked_int("num_new_tokens", num_new_tokens, 0)
         if longest > config.max_tokens:
             raise InvalidArgument(f"{longest} tokens exceed max_tokens {config.max_tokens}")

@@ -6,6 +6,7 @@ fabric and in the time of everything else. What the engines use of a `BlockStore
 """
 import errno
 import functools
+import weakref
 
 import numpy as np
 
@@ -91,7 +92,7 @@ class LinkRing:
                              bytes_per_s=bytes_per_s)
         # Two queue pairs: in one, a read would wait until all writes before it have been sent.
         self._peers = {opcode: self._nic.connect(_NAME, classes=[KV]) for opcode in (READ, WRITE)}
-        self._sides, self._flat = {}, _one_layer(store.layout)
+        self._sides, self._flat = weakref.WeakKeyDictionary(), _one_layer(store.layout)
         self._nbytes = {READ: 0, WRITE: 0}
         self._spans = {READ: [], WRITE: []}     # (begin, end, bytes) of batches, in seconds
 
@@ -112,6 +113,7 @@ class LinkRing:
         self.store.put(keys, slots)
 
     async def _move(self, opcode, pool, ids, slots):
+        ids = np.array(ids, np.int64)               # the caller's may change
         begin, posted, left = now_s(), [], len(slots)
         self._queued[opcode] += left
         for first in range(0, len(slots), _PIECE):
@@ -139,10 +141,10 @@ class LinkRing:
 
     def _side(self, pool):
         """The pool is registered with this NIC when it is first used."""
-        if id(pool) not in self._sides:
+        if pool not in self._sides:
             region = self._nic.register(pool, Access.LOCAL_WRITE)
-            self._sides[id(pool)] = _whole(pool.side(region.key))
-        return self._sides[id(pool)]
+            self._sides[pool] = _whole(pool.side(region.key))
+        return self._sides[pool]
 
     @property
     def read_queue(self) -> ReadQueue:

@@ -107,6 +107,7 @@ class Requests:
         return keys, ids
 
     def _submit(self, ring, write, blocks, pool, ids, drained, finish, batch, found_ns=0):
+        ids = ids.copy()            # the caller's may change: what is unpinned is what was pinned
         set_addresses(blocks, pool.region.addr, pool.block_stride, ids)
         pinned = []
 

@@ -95,7 +95,7 @@ def test_stored_kv_is_bitwise_the_computed_kv(tmp_path, backend):
         for name, requests in served.items():
             last = requests[-1]
             ids = np.concatenate([last.prompt, last.generated[:-1]]).astype(np.uint32)
-            keys = block_keys(ids, LAYOUT, f"model/{name}".encode())
+            keys = block_keys(ids, LAYOUT, config().namespace(name))
             assert store.match(keys) == len(keys) > 0
             held = pool.alloc(len(keys))
             assert store.read(keys, pool, held).wait() == len(keys)

@@ -142,6 +142,25 @@ def test_a_read_that_is_given_up_keeps_its_blocks_until_they_are_still():
     in_link_time(use)
 
 
+def test_each_pool_gets_its_own_bytes_though_others_have_gone():
+    async def use(store, _):
+        store.prime(KEYS[:4], fill)
+        ring = store.open_ring(read_bytes_per_s=RATE, write_bytes_per_s=RATE)
+        for _ in range(30):                             # so that an id() comes back
+            with BlockPool(LAYOUT, 4, poison=True) as pool:
+                ids = pool.alloc(4)
+                told = ids.copy()
+                reading = asyncio.ensure_future(ring.read(KEYS[:4], pool, told))
+                await asyncio.sleep(0)
+                told[:] = 0                             # the caller's own again
+                assert await reading == 4
+                assert all((pool.full(b).reshape(-1) == block(i)).all()
+                           for i, b in enumerate(ids))
+                pool.free(ids)
+        ring.close()
+    in_link_time(use)
+
+
 def test_what_it_cannot_do_is_said():
     async def use(store, pool):
         with pytest.raises(InvalidArgument, match="one rate"):

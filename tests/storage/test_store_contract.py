@@ -225,6 +225,26 @@ def test_rings_share_the_store(tmp_path, backend):
         assert store.stats()["own_segments"] == 4
 
 
+def test_the_caller_s_ids_may_be_used_again_at_once(tmp_path, backend):
+    """What is unpinned is what was pinned, and bytes go where they were to go."""
+    keys = chain(4)
+    with open_store(tmp_path, backend=backend) as store, BlockPool(LAYOUT, 12) as pool, \
+            store.open_ring(name="slow") as ring:
+        put(store, keys)
+        mine, others, ids = pool.alloc(4), pool.alloc(4), np.empty(4, np.int64)
+        ring._ring._pause(True)
+        ids[:] = mine
+        reading = ring.read(keys, pool, ids)
+        ids[:] = others
+        pool.free(mine)
+        assert pool.num_free == 4                       # in flight: nobody gets them
+        ring._ring._pause(False)
+        assert reading.wait() == 4
+        assert pool.num_free == 8
+        pool.free(others)
+        assert pool.num_free == 12 and not pool._pins.any()
+
+
 def test_the_reading_queue_is_what_is_outstanding(tmp_path, backend):
     keys = chain(6)
     with open_store(tmp_path, backend) as store:
