@@ -68,7 +68,8 @@ uring = liburing()
 modules = [
     extension("block", sources("blake2b.c", CRC32C, "geometry.c")),
     extension("index", sources("trie*.c")),
-    extension("nic", sources("nicbase.c", "nic_*.c", "batch.c", "soft*.c", "verbs*.c"),
+    extension("nic", sources("nicbase.c", "nic_*.c", "batch*.c", "soft*.c", "verbs*.c",
+                             "cuda*.c"),
               link=["-ldl"]),
     extension("ring", sources("ring_*.c", CRC32C),
               macros=[("KVIO_HAVE_URING", "1")] if uring else [],

@@ -83,8 +83,22 @@ enum kvio_nic_flags {
 	KVIO_NIC_BUSY_POLL = 1,		/* waiting spins, no completion channel */
 };
 
+/* cuda: how bytes are moved. As bits (1 << way) they say how a batch was. */
+enum kvio_copy_way {
+	KVIO_COPY_LOOP,			/* one cuMemcpyAsync a piece */
+	KVIO_COPY_BATCH,		/* cuMemcpyBatchAsync: CUDA 12.8 */
+	KVIO_COPY_STRIDED,		/* cuMemcpy2DAsync, cuMemcpy3DAsync */
+	KVIO_COPY_KERNEL,		/* a few SMs gather and scatter */
+	KVIO_NUM_COPY_WAYS,
+	KVIO_COPY_AUTO = KVIO_NUM_COPY_WAYS,	/* by sizes, as measured once */
+};
+
+/* cuda: between which kinds of memory. */
+enum kvio_copy_kind { KVIO_H2H, KVIO_H2D, KVIO_D2H, KVIO_D2D, KVIO_NUM_COPY_KINDS };
+
 struct kvio_nic_params {
 	const char *device;		/* verbs: "HCA[:port][,HCA[:port]...]"; cuda: ordinal */
+	const char *ptx;		/* cuda: copy_kernel.ptx; NULL: no kernel */
 	struct kvio_fabric *fabric;	/* soft: the network this NIC is plugged into */
 	uint64_t bytes_per_s;		/* soft: link rate each way; 0 = as fast as memory */
 	uint64_t pd;			/* verbs: another library's ibv_pd*; 0: one of our own */
@@ -93,6 +107,8 @@ struct kvio_nic_params {
 	uint32_t queue_depth;		/* work requests per queue pair */
 	uint32_t max_sge;
 	uint32_t flags;			/* enum kvio_nic_flags */
+	uint32_t copy_way;		/* cuda: enum kvio_copy_way, or KVIO_COPY_AUTO */
+	uint32_t max_sms;		/* cuda: the most SMs that the kernel takes */
 	char *why;			/* filled with a text if open fails; NULL: not wanted */
 	size_t why_room;
 };
@@ -178,11 +194,13 @@ struct kvio_qp_info {
 	uint32_t max_sge;
 	uint32_t free;			/* work requests that a post would take now */
 	uint32_t in_flight;		/* batches */
+	char why[192];			/* what the device said when it failed; "": nothing */
 };
 
 enum kvio_post_flags {
 	KVIO_POST_SIGNAL_ALL = 1,	/* a completion for each, not only for the last */
 	KVIO_POST_FEED = 2,		/* in answer to a completion: its time is the doorbell's */
+	KVIO_POST_AFTER = 4,		/* cuda: not before what is in `stream` now */
 };
 
 /*
@@ -196,7 +214,7 @@ struct kvio_post {
 	uint64_t local_offset;
 	uint64_t remote_offset;
 	uint64_t wr_id;
-	uint64_t event;			/* cuda: start after this CUevent; otherwise 0 */
+	uint64_t stream;		/* with KVIO_POST_AFTER: a CUstream */
 	uint32_t count;
 	uint32_t num_sges;
 	uint32_t flags;			/* enum kvio_post_flags */
@@ -208,7 +226,7 @@ struct kvio_wc {
 	uint64_t wr_id;
 	uint64_t time_ns;		/* when it became visible */
 	uint32_t status;		/* enum kvio_wc_status */
-	uint32_t reserved;
+	uint32_t ways;			/* cuda: bits of enum kvio_copy_way */
 };
 
 /* Bytes and packets are counted where packets are copied. */
@@ -280,6 +298,12 @@ struct kvio_nic_ops {
 	/* Out of the error state, to be connected again. -EBUSY while something is queued. */
 	int (*qp_reset)(struct kvio_qp *qp);
 	void (*qp_destroy)(struct kvio_qp *qp);
+	/* cuda: whatever is posted from now on starts after what is in the stream now. -EXDEV: not a
+	 * stream of this device's primary context. NULL: there are no streams. */
+	int (*after)(struct kvio_qp *qp, uint64_t stream);
+	/* cuda: the stream's later work starts after the work request wr_id, which was posted and has
+	 * not been reported. -EIO: it has failed. NULL as above. */
+	int (*before)(struct kvio_qp *qp, uint64_t wr_id, uint64_t stream);
 	/* Number posted: short when the queue is full. */
 	int (*post)(struct kvio_qp *qp, const struct kvio_post *post);
 	/* Give up those of wr_id .. wr_id + count that have not started: KVIO_WC_CANCELED. */
@@ -304,6 +328,7 @@ struct kvio_nic_ops {
 
 extern const struct kvio_nic_ops kvio_soft_ops;
 extern const struct kvio_nic_ops kvio_verbs_ops;
+extern const struct kvio_nic_ops kvio_cuda_ops;
 
 /* ---- what users of a NIC call; these take the domain's lock ---- */
 
@@ -365,6 +390,10 @@ int kvio_batch_wait(struct kvio_batch *batch, uint64_t timeout_ns);
 int kvio_batch_cancel(struct kvio_batch *batch);	/* then wait */
 int kvio_batch_event_fd(struct kvio_batch *batch);	/* readable once drained */
 void kvio_batch_put(struct kvio_batch *batch);		/* the caller lets go; it drains anyway */
+/* cuda: later work in this CUstream starts after the batch; nobody waits here. 0 at once if it has
+ * drained. -EAGAIN: not all of it is posted (the queue is full); -EIO: something of it has failed;
+ * -EXDEV: not a stream of the device's primary context; -EOPNOTSUPP: no streams here. */
+int kvio_batch_block_stream(struct kvio_batch *batch, uint64_t stream);
 
 struct kvio_batch_info {
 	uint32_t count;
@@ -374,6 +403,7 @@ struct kvio_batch_info {
 	uint64_t completed_ns;
 	const int32_t *status;		/* 0, -EINPROGRESS or -errno for each */
 	const uint8_t *codes;		/* enum kvio_wc_status of those that failed */
+	uint32_t ways;			/* cuda: bits of enum kvio_copy_way */
 };
 void kvio_batch_look(struct kvio_batch *batch, struct kvio_batch_info *out);
 

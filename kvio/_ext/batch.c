@@ -210,6 +210,7 @@ static void settle(struct kvio_nic *nic, const struct kvio_wc *wc)
 		batch->status[i] = 0;
 	batch->status[element] = element_status(batch, wc->status);
 	batch->codes[element] = (uint8_t)wc->status;
+	batch->ways |= wc->ways;
 	batch->settled = element + 1;
 	if (batch->settled == batch->limit)
 		drained(batch, wc->time_ns);
@@ -296,6 +297,7 @@ static int keep_rest(struct kvio_batch *batch, const struct kvio_post *post)
 	batch->rest.wrs = batch->rest_wrs;
 	batch->rest.sges = batch->rest_sges;
 	batch->rest.flags |= KVIO_POST_FEED;
+	batch->rest.flags &= ~(uint32_t)KVIO_POST_AFTER;	/* the queue has heard of it */
 	if (qp->first_waiting)
 		qp->last_waiting->next_waiting = batch;
 	else
@@ -316,7 +318,11 @@ static int submit(struct kvio_batch *batch, const struct kvio_post *asked)
 		kvio_nic_drive_locked(nic);
 	batch->submitted_ns = nic->ops->clock(nic);
 	post.births = nic->domain->births;
+	if ((post.flags & KVIO_POST_AFTER) && !nic->ops->after)
+		return -EOPNOTSUPP;
 	rc = inspect(batch, &post);
+	if (rc == 0 && (post.flags & KVIO_POST_AFTER))
+		rc = nic->ops->after(batch->qp, post.stream);
 	if (rc == 0)
 		rc = place_in_table(nic, batch);
 	if (rc < 0)
@@ -459,17 +465,6 @@ int kvio_batch_event_fd(struct kvio_batch *batch)
 	fd = batch->event_fd < 0 ? -errno : batch->event_fd;
 	kvio_unlock(batch->nic);
 	return fd;
-}
-
-void kvio_batch_look(struct kvio_batch *batch, struct kvio_batch_info *out)
-{
-	kvio_lock(batch->nic);
-	*out = (struct kvio_batch_info){
-		.count = batch->count, .drained = batch->drained, .nbytes = batch->nbytes,
-		.submitted_ns = batch->submitted_ns, .completed_ns = batch->completed_ns,
-		.status = batch->status, .codes = batch->codes,
-	};
-	kvio_unlock(batch->nic);
 }
 
 void kvio_batch_put(struct kvio_batch *batch)

@@ -82,8 +82,23 @@ cdef extern from "kvio/nic.h" nogil:
         const char *name
     const kvio_nic_ops kvio_soft_ops
     const kvio_nic_ops kvio_verbs_ops
+    const kvio_nic_ops kvio_cuda_ops
+    enum kvio_copy_way:
+        KVIO_COPY_LOOP
+        KVIO_COPY_BATCH
+        KVIO_COPY_STRIDED
+        KVIO_COPY_KERNEL
+        KVIO_NUM_COPY_WAYS
+        KVIO_COPY_AUTO
+    enum kvio_copy_kind:
+        KVIO_H2H
+        KVIO_H2D
+        KVIO_D2H
+        KVIO_D2D
+        KVIO_NUM_COPY_KINDS
     struct kvio_nic_params:
         const char *device
+        const char *ptx
         kvio_fabric *fabric
         uint64_t bytes_per_s
         uint64_t pd
@@ -92,6 +107,8 @@ cdef extern from "kvio/nic.h" nogil:
         uint32_t queue_depth
         uint32_t max_sge
         uint32_t flags
+        uint32_t copy_way
+        uint32_t max_sms
         char *why
         size_t why_room
     struct kvio_region_ad:
@@ -146,13 +163,16 @@ cdef extern from "kvio/nic.h" nogil:
         uint32_t max_sge
         uint32_t free
         uint32_t in_flight
+        char why[192]
+    enum kvio_post_flags:
+        KVIO_POST_AFTER
     struct kvio_post:
         const kvio_wr *wrs
         const kvio_sge *sges
         uint64_t local_offset
         uint64_t remote_offset
         uint64_t wr_id
-        uint64_t event
+        uint64_t stream
         uint32_t count
         uint32_t num_sges
         uint32_t flags
@@ -177,6 +197,7 @@ cdef extern from "kvio/nic.h" nogil:
         uint64_t completed_ns
         const int32_t *status
         const uint8_t *codes
+        uint32_t ways
     int kvio_nic_open(kvio_nic **out, const kvio_nic_ops *ops, const kvio_nic_params *params)
     int kvio_nic_close(kvio_nic *nic)
     int kvio_nic_drain(kvio_nic *nic, int cancel, uint64_t timeout_ns)
@@ -208,6 +229,7 @@ cdef extern from "kvio/nic.h" nogil:
     int kvio_batch_event_fd(kvio_batch *batch)
     void kvio_batch_put(kvio_batch *batch)
     void kvio_batch_look(kvio_batch *batch, kvio_batch_info *out)
+    int kvio_batch_block_stream(kvio_batch *batch, uint64_t stream)
     const char *kvio_wc_name(uint32_t status)
     int kvio_wc_errno(uint32_t status)
     int kvio_fabric_open(kvio_fabric **out, const kvio_fabric_params *params)
@@ -231,6 +253,36 @@ cdef extern from "kvio/nic.h" nogil:
     int kvio_soft_far_lost(kvio_far *far)
     int kvio_soft_share_port(kvio_nic *nic, void *page, size_t nbytes)
     void kvio_memcpy_loop(const kvio_wr *wrs, size_t count)
+
+cdef extern from "kvio/gpu.h" nogil:
+    struct kvio_copy_cost:
+        double fixed_ns, copy_ns, row_ns, byte_ns
+        uint32_t there
+    struct kvio_cuda_info:
+        char name[128]
+        int32_t device
+        int32_t driver_version
+        int32_t capability
+        int32_t num_sms
+        uint32_t copy_way
+        uint32_t kernel_sms
+        uint32_t measured
+        char missing[4][96]
+        kvio_copy_cost costs[4][4]
+        uint64_t copies[4]
+        uint64_t segments[4]
+    int kvio_cuda_look(kvio_nic *nic, kvio_cuda_info *out)
+    enum kvio_cuda_memory:
+        KVIO_CUDA_PINNED
+        KVIO_CUDA_DEVICE
+    int kvio_cuda_alloc(int device, uint64_t nbytes, uint32_t memory, uint64_t *addr,
+                        char *why, size_t room)
+    void kvio_cuda_free(int device, uint64_t addr, uint32_t memory)
+    int kvio_cuda_copy(int device, uint64_t target, uint64_t source, uint64_t nbytes,
+                       char *why, size_t room)
+    int kvio_cuda_fill(int device, uint64_t target, uint8_t value, uint64_t nbytes,
+                       char *why, size_t room)
+    int kvio_cuda_device_of(uint64_t addr, char *why, size_t room)
 
 cdef extern from "kvio/ring.h" nogil:
     enum:

@@ -60,6 +60,7 @@ struct kvio_batch {
 	uint32_t posted;		/* handed to the queue pair */
 	uint32_t settled;		/* known, in order */
 	uint32_t limit;			/* count, or where a cancel cut it off */
+	uint32_t ways;			/* see kvio_wc */
 	bool drained;
 	bool canceled;
 	int event_fd;

@@ -192,8 +192,6 @@ int soft_post(struct kvio_qp *base, const struct kvio_post *post)
 	count = post->count < room ? post->count : room;
 	if (qp->state == KVIO_QP_RESET)
 		return -ENOTCONN;
-	if (post->event)
-		return -EOPNOTSUPP;
 	if (count == 0)
 		return 0;
 	if (!(post->flags & KVIO_POST_FEED)) {

@@ -213,8 +213,6 @@ int verbs_post(struct kvio_qp *base, const struct kvio_post *post)
 
 	if (qp->state == KVIO_QP_RESET)
 		return -ENOTCONN;
-	if (post->event)
-		return -EOPNOTSUPP;
 	if (count == 0)
 		return 0;
 	if (qp->state == KVIO_QP_ERROR)
