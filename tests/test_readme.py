@@ -14,12 +14,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 def programs(folder):
     """The README's Python, with its store in `folder`."""
     found = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(found) == 5 and all("/tmp/kv" in code for code in found[:4])
+    assert len(found) == 6 and all("/tmp/kv" in code for code in found[:4])
     return [code.replace("/tmp/kv", str(folder)) for code in found]
 
 
 def test_the_tour_runs_while_another_process_waits_for_its_blocks(tmp_path):
-    tour, _, _, reader, _ = programs(tmp_path / "kv")
+    tour, _, _, reader, *_ = programs(tmp_path / "kv")
     other = subprocess.Popen([sys.executable, "-c", reader], stdout=subprocess.PIPE, text=True)
     while not (tmp_path / "kv" / "kvio.json").exists() and other.poll() is None:
         time.sleep(0.01)                # it has opened an empty store
@@ -46,6 +46,12 @@ def test_a_request_is_routed_over_both_sides(tmp_path, capsys):
     routed, moved = capsys.readouterr().out.splitlines()
     assert routed.startswith("split [('de', ") and "20000 (PE)" in routed
     assert " steps; " in moved and "snic_read" in moved
+
+
+def test_a_cluster_finds_what_it_has_stored(tmp_path, capsys):
+    exec(compile(programs(tmp_path / "kv")[5], "README.md", "exec"), {})
+    line, = capsys.readouterr().out.splitlines()
+    assert line.startswith("960 of 1224 tokens loaded: ")
 
 
 def test_a_policy_of_ones_own_is_asked(capsys):
