@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMPY_WHEELS = Path(sys.prefix) / "wheels"          # kept by the Makefile: no network needed here
-SOURCE = {".c", ".h", ".cu", ".pyx", ".pxd", ".pxi", ".so", ".pyc"}  # of kvio/, not in a wheel as they are
+# Of kvio/, not in a wheel as they are.
+SOURCE = {".c", ".h", ".cu", ".pyx", ".pxd", ".pxi", ".so", ".pyc"}
 
 ROUND_TRIP = """
 import os, shutil, sys
