@@ -61,6 +61,11 @@ def _lab():
     return rxe.missing()
 
 
+def _nvrtc():
+    import nvrtc
+    return nvrtc.why_not()
+
+
 def _soak():
     """Power cuts take a minute: only where they are asked for."""
     if not required("soak"):
@@ -78,6 +83,7 @@ PARTS = {
     "lmcache": _module("lmcache"),
     "verbs": _library("libibverbs.so.1"),
     "cuda": _library("libcuda.so.1"),
+    "nvrtc": _nvrtc,            # compiles the kernel
     "usrbio": _library("libhf3fs_api_shared.so"),
     "soak": _soak,
     "compiler": lambda: None if cbuild.compiler() else "no C compiler",
