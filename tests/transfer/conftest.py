@@ -9,6 +9,7 @@ import uuid
 import fake_cuda as fakes
 import ibverbs_standin
 import pytest
+from cuda_app import App
 
 from kvio.errors import BackendUnavailable
 from kvio.transfer import COLLECTIVE, KV, Fabric, Nic
@@ -100,6 +101,14 @@ def fake_cuda(fake_cuda_library):
     assert fake.violations() == []
     assert (fake.objects(), fake.depth()) == before
     fake.reset()
+
+
+@pytest.fixture
+def app(fake_cuda):
+    """An application with device 0's primary context."""
+    app = App(fake_cuda)
+    yield app
+    app.close()
 
 
 @pytest.fixture(params=PROVIDERS)
