@@ -53,6 +53,14 @@ static inline bool is_equal(struct stride a, struct stride b)
 	return a.target == b.target && a.source == b.source;
 }
 
+/* No stride that is taken is so long that 16,384 of them go around the address space twice. */
+#define MAX_STEP (1ull << 48)
+
+static inline bool ascends(const struct cuda_copy *first, const struct cuda_copy *last)
+{
+	return last->target > first->target && last->source > first->source;
+}
+
 /* A descending stride is a huge one. */
 static inline bool is_pitch(struct stride stride, uint64_t width, uint64_t max_pitch)
 {
@@ -87,61 +95,73 @@ static inline struct cuda_rect rect_of(const struct cuda_copy *first, uint32_t r
 static inline bool is_step(struct stride step, struct stride pitch, uint64_t rows)
 {
 	return step.target % pitch.target == 0 && step.target / pitch.target >= rows &&
-	       step.source % pitch.source == 0 && step.source / pitch.source >= rows;
+	       step.source % pitch.source == 0 && step.source / pitch.source >= rows &&
+	       step.target <= MAX_STEP && step.source <= MAX_STEP;
 }
 
-/* `rows` pieces a pitch apart, and what follows: slices of a box, or a grid that can be cut either
- * way. How many rectangles; `*taken`: of the copies. */
-static uint32_t more_dimensions(const struct cuda_copy *copies, uint32_t count, uint32_t rows,
-				struct stride pitch, uint64_t max_pitch, struct cuda_rect *out,
-				uint32_t *taken)
+/* What repeats a row of `rows` pieces: slices of a box, or a grid, which is cut into the fewer
+ * rows. Either way all of it at once, so that nothing is compared twice. How many rectangles, of
+ * which no more than `room` are written; `*taken`: of the copies. */
+static uint32_t add_slices(const struct cuda_copy *copies, uint32_t slices, uint32_t rows,
+			   struct stride pitch, uint64_t max_pitch, struct cuda_rect *out,
+			   uint32_t room, uint32_t *taken)
 {
 	struct stride step = between(&copies[0], &copies[rows]);
-	uint32_t slices = repeats(copies, count, rows, step) / rows;
+	bool up = ascends(copies, &copies[*taken - 1]);
+	uint32_t made;
 
-	*out = rect_of(copies, rows, pitch);
-	*taken = rows;
-	if (slices == 1)
-		return 1;
-	if (is_step(step, pitch, rows)) {
+	if (up && is_step(step, pitch, rows)) {
+		*out = rect_of(copies, rows, pitch);
 		out->slices = slices;
 		out->target_step = step.target;
 		out->source_step = step.source;
-		*taken = rows * slices;
 		return 1;
 	}
-	if (slices <= rows || !is_pitch(step, out->width, max_pitch))
-		return 1;		/* the next slice is a rectangle like this one */
-	for (uint32_t row = 0; row < rows; row++)
-		out[row] = rect_of(&copies[row], slices, step);
-	*taken = rows * slices;
-	return rows;
+	if (up && rows < slices && is_pitch(step, copies->nbytes, max_pitch)) {
+		for (made = 0; made < rows && made < room; made++)
+			out[made] = rect_of(&copies[made], slices, step);
+		return rows;
+	}
+	for (made = 0; made < slices && made < room; made++) {
+		const struct cuda_copy *first = &copies[rows * made];
+
+		if (!ascends(first, first + rows - 1))
+			break;
+		out[made] = rect_of(first, rows, pitch);
+	}
+	*taken = rows * made;
+	return made;
 }
 
 uint32_t cuda_rects(const struct cuda_copy *copies, uint32_t count, uint64_t max_pitch,
-		    struct cuda_rect *out)
+		    struct cuda_rect *out, uint32_t room)
 {
 	uint32_t made = 0, taken;
 
 	for (uint32_t at = 0; at < count; at += taken) {
 		const struct cuda_copy *first = &copies[at];
-		struct stride pitch = { first->nbytes, first->nbytes };
+		uint64_t width = first->nbytes;
+		struct stride lone = { width, width }, pitch = lone;
 		uint32_t left = count - at, rows = 1;
 
-		if (left > 1 && first[1].nbytes == first->nbytes) {
+		if (made == room)
+			return 0;
+		if (left > 1)
 			pitch = between(&first[0], &first[1]);
-			if (is_pitch(pitch, first->nbytes, max_pitch))
-				rows = repeats(first, left, 1, pitch);
-			else
-				pitch = (struct stride){ first->nbytes, first->nbytes };
-		}
-		if (rows > 1 && rows < left) {
-			made += more_dimensions(first, left, rows, pitch, max_pitch, &out[made],
-						&taken);
-			continue;
-		}
-		out[made++] = rect_of(first, rows, pitch);
+		if (left > 1 && is_pitch(pitch, width, max_pitch))
+			rows = repeats(first, left, 1, pitch);
+		if (!ascends(first, &first[rows - 1]))
+			rows = 1;
 		taken = rows;
+		if (rows > 1 && rows < left)
+			taken *= repeats(first, left, rows, between(first, &first[rows])) / rows;
+		if (taken == rows)
+			out[made++] = rect_of(first, rows, rows > 1 ? pitch : lone);
+		else
+			made += add_slices(first, taken / rows, rows, pitch, max_pitch,
+					   &out[made], room - made, &taken);
+		if (made > room)
+			return 0;
 	}
 	return made;
 }
