@@ -270,7 +270,7 @@ uint64_t num_memories(enum memory_kind kind);
 void memory_of_context_died(CUcontext context);
 /* Address space of devices, with a page behind it that belongs to nobody; 0: there is no more. */
 uint64_t take_addresses(uint64_t nbytes);
-struct memory *memory_in_page(uint64_t addr);	/* a device's, which begins in this page or before */
+struct memory *memory_in_page(uint64_t addr);	/* a device's, by its pages */
 void memory_segment(uint64_t addr, uint64_t nbytes, CUcontext context);
 void memory_segment_release(uint64_t addr);
 
