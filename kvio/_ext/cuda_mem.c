@@ -97,22 +97,19 @@ static int reg_device(const struct reason *reason, const struct kvio_region *reg
 		      struct cuda_region *out)
 {
 	struct cuda_dev *dev = reason->dev;
+	struct cuda_failure unused;
 	CUcontext context = NULL;
-	int rc = check_device(reason, region, &out->span);
 
-	if (rc < 0)
-		return rc;
+	out->is_device = true;
 	/* Stream-ordered and mapped memory belongs to no context; an old driver says so by an error. */
 	if (cuda.pointer_attribute(&context, CUDA_POINTER_CONTEXT, region->addr) != CUDA_OK)
 		context = NULL;
-	if (context && context != dev->context) {
-		snprintf(reason->why, reason->room, "cuda:%d: the memory belongs to another context "
-			 "than the device's primary one, which is the only one that kvio uses",
-			 dev->ordinal);
-		return -EXDEV;
-	}
-	out->is_device = true;
-	return 0;
+	if (!context || context == dev->context ||
+	    cuda_ordinal_of(region->addr, &unused) != dev->ordinal)
+		return check_device(reason, region, &out->span);
+	snprintf(reason->why, reason->room, "cuda:%d: the memory belongs to another context than "
+		 "the device's primary one, which is the only one that kvio uses", dev->ordinal);
+	return -EXDEV;
 }
 
 /* ---- pinned memory of the host ---- */
