@@ -5,11 +5,14 @@ out by itself (in a fixture that runs over all back ends, say). Without KVIO_REQ
 skipped; where KVIO_REQUIRE, a list like "uring,model", names the part, it fails.
 """
 import collections
+import contextlib
 import ctypes
 import functools
 import importlib.util
 import os
+import re
 import shutil
+import sysconfig
 
 import cbuild
 import pytest
@@ -56,9 +59,35 @@ def _header(name, package):
     return probe
 
 
+CUDA_FOLDERS = ["nvidia/cu13/include", "nvidia/cuda_runtime/include"]     # of PyPI's packages
+
+
+@functools.cache
+def cuda_include(major):
+    """The folder of a cuda.h of CUDA `major`, or None. Looked for in KVIO_CUDA_INCLUDE (folders
+    with ":" between), among this interpreter's packages, and where the toolkit puts it."""
+    folders = os.environ.get("KVIO_CUDA_INCLUDE", "").split(os.pathsep)
+    folders += [os.path.join(sysconfig.get_path("purelib"), each) for each in CUDA_FOLDERS]
+    for folder in [*folders, "/usr/local/cuda/include"]:
+        with contextlib.suppress(OSError), open(os.path.join(folder, "cuda.h")) as header:
+            version = re.search(r"^#define CUDA_VERSION (\d+)$", header.read(), re.M)
+            if version and int(version[1]) // 1000 == major:
+                return folder
+    return None
+
+
+def _cuda_headers():
+    return None if cuda_include(13) else "no cuda.h of CUDA 13: pip install nvidia-cuda-runtime"
+
+
 def _lab():
     from lab import rxe
     return rxe.missing()
+
+
+def _nvrtc():
+    import nvrtc
+    return nvrtc.why_not()
 
 
 def _soak():
@@ -78,6 +107,8 @@ PARTS = {
     "lmcache": _module("lmcache"),
     "verbs": _library("libibverbs.so.1"),
     "cuda": _library("libcuda.so.1"),
+    "cuda-headers": _cuda_headers,      # what the fake libcuda is compiled against
+    "nvrtc": _nvrtc,            # compiles the kernel
     "usrbio": _library("libhf3fs_api_shared.so"),
     "soak": _soak,
     "compiler": lambda: None if cbuild.compiler() else "no C compiler",
