@@ -16,10 +16,13 @@ nothing about speed.
 import itertools
 import time
 
+import copy_gpu
 import copy_host
 import pytest
 from copy_case import KIB, Case, take_turns
-from copy_report import rows_of
+from copy_report import Claim, quartiles, rows_of
+
+from require import skip_or_fail
 
 SMALL_NBYTES = 1 << 20              # of a case in smoke mode, or on the fake driver
 HOST_NBYTES = 64 << 20
@@ -52,6 +55,103 @@ def keep(benchmark, report, rows):
     report.rows += rows
     benchmark.extra_info["copies"] = [row._asdict() for row in rows]
 
+
+# ---- on a GPU
+
+GPU_NBYTES = 256 << 20
+MUST_LARGE, MUST_SMALL = (72 * KIB, 511), (4 * KIB, 4096)
+MOST_SMS = [1, 2, 4, 8, 16]
+
+
+@pytest.fixture(scope="session")
+def gpu(copy_report, smoke):
+    reason = copy_gpu.why_not()
+    if reason:
+        skip_or_fail("cuda", reason)
+    made = copy_gpu.Gpu(SMALL_NBYTES if smoke else GPU_NBYTES, copy_report.note)
+    yield made
+    made.close()
+
+
+def measured(benchmark, gpu, report, case, ways, ground, seconds):
+    """Rounds, the rows of them, and a look at what each way has moved."""
+    samples = take_turns(benchmark, ways, gpu.run, seconds=seconds)
+    for way in ways:
+        ground.check(way)
+    keep(benchmark, report, rows_of(gpu.driver.name, case, ways, samples, copy_gpu.CEILING))
+    return samples
+
+
+def claim(report, gpu, what, wanted, figures, unit="", note=""):
+    report.claims.append(Claim(what, wanted, quartiles(figures), unit, len(figures),
+                               not gpu.driver.is_fake, note))
+
+
+def per_block(samples, case):
+    return [sample.submit_ns / 1e3 / case.count for sample in samples]
+
+
+@pytest.mark.parametrize("direction", ["H2D", "D2H"])
+def test_gpu_must_reach_large(benchmark, gpu, copy_report, direction):
+    """72 KiB x 511: kvio's choice reaches 0.9 of one pinned copy, at 0.5 µs a block to submit."""
+    case = Case(direction, *MUST_LARGE).within(gpu.nbytes)
+    ground = copy_gpu.Ground(gpu, case, seed=1)
+    ways = copy_gpu.ways(gpu, ground)
+    samples = measured(benchmark, gpu, copy_report, case, ways, ground, seconds=3)
+    auto, top, loop = samples["kvio auto"], samples[copy_gpu.CEILING], ways[2]
+    what = f"{case.size} × {case.count} {direction}"
+    wanted = (lambda *limit: limit) if direction == "H2D" else (lambda *limit: None)
+    claim(copy_report, gpu, f"{what}: kvio auto of the ceiling", wanted(">=", 0.9),
+          [there.seconds / here.seconds for here, there in zip(auto, top)], note=ways[-1].note())
+    claim(copy_report, gpu, f"{what}: kvio auto, submission of a block", wanted("<=", 0.5),
+          per_block(auto, case), "µs")
+    claim(copy_report, gpu, f"{what}: {loop.name}, a call", None, per_block(samples[loop.name],
+          case), "µs", note="the paper: 5 to 7 µs")
+
+
+@pytest.mark.parametrize("direction", ["H2D", "D2H"])
+def test_gpu_must_reach_small(benchmark, gpu, copy_report, direction):
+    """4 KiB x 4096: kvio's choice is 10 times as fast as a loop of cudaMemcpyAsync in C."""
+    case = Case(direction, *MUST_SMALL).within(gpu.nbytes)
+    ground = copy_gpu.Ground(gpu, case, seed=2)
+    ways = copy_gpu.ways(gpu, ground)
+    samples = measured(benchmark, gpu, copy_report, case, ways, ground, seconds=3)
+    loop = ways[2].name
+    claim(copy_report, gpu, f"{case.size} × {case.count} {direction}: {loop}, time over kvio auto",
+          (">=", 10) if direction == "H2D" else None,
+          [there.seconds / here.seconds for here, there in zip(samples["kvio auto"],
+                                                               samples[loop])],
+          note=ways[-1].note())
+
+
+@pytest.mark.parametrize("direction", ["H2D", "D2H"])
+def test_gpu_kernel_sms(benchmark, gpu, copy_report, in_time, direction):
+    """The kernel on 1, 2, 4, 8, 16 SMs: 8 are to reach 0.9 of the link."""
+    if "kernel" not in gpu.ways:
+        pytest.skip("the copy kernel cannot be taken here")
+    case = Case(direction, *MUST_LARGE).within(gpu.nbytes)
+    ground = copy_gpu.Ground(gpu, case, seed=3)
+    kernels = {sms: copy_gpu.Kvio(gpu, ground, "kernel", sms) for sms in MOST_SMS}
+    samples = measured(benchmark, gpu, copy_report, case,
+                       [copy_gpu.ceiling(gpu, ground), *kernels.values()], ground, seconds=2)
+    for sms, way in kernels.items():
+        claim(copy_report, gpu, f"{case.size} × {case.count} {direction}: kernel, at most {sms} "
+              "SMs, of the ceiling", (">=", 0.9) if sms == 8 and direction == "H2D" else None,
+              [there.seconds / here.seconds for here, there in zip(samples[way.name],
+                                                                   samples[copy_gpu.CEILING])],
+              note=way.note())
+
+
+@pytest.mark.parametrize("case", grid(["H2D", "D2H"], GPU_NBYTES)
+                         + grid(["H2D", "D2H"], GPU_NBYTES, ["regular"], [256]), ids=str)
+def test_gpu(benchmark, gpu, copy_report, in_time, case):
+    """The whole grid. Regular blocks are rectangles for `strided`."""
+    case = case.within(gpu.nbytes)
+    ground = copy_gpu.Ground(gpu, case, seed=case.block + case.count)
+    measured(benchmark, gpu, copy_report, case, copy_gpu.ways(gpu, ground), ground, seconds=1)
+
+
+# ---- without a GPU
 
 @pytest.mark.parametrize("case", grid(["H2H"], HOST_NBYTES), ids=str)
 def test_host(benchmark, copy_report, in_time, smoke, case):

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * What kvio's copies are held against: a loop in C over the pieces, one call each. The function is
- * whichever library's the caller found at run time, so no header of CUDA is needed. Each returns the
- * first error of the library (0: none), and in *ns how long the loop took; a call of an
+ * whichever library's the caller found at run time, so no header of CUDA is needed. Each returns
+ * the first error of the library (0: none), and in *ns how long the loop took; a call of an
  * asynchronous copy returns before its bytes have moved.
  */
 #define _GNU_SOURCE
