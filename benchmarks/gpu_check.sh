@@ -12,11 +12,14 @@
 # A step that fails or runs out of its time stops none of the others; then the exit code is 1.
 # With KVIO_CUDA_LIBRARY naming the tests' fake driver it is a rehearsal: small, no speed.
 set -euo pipefail
-cd_from=$PWD
 self=$(realpath "$0")
+PYTHON=$(realpath -s "$(command -v "${PYTHON:-python3}")")
+python=$PYTHON
+if [ "${1-}" != --step ]; then
+	out=$(realpath -m "${1:-gpu-check}")
+fi
 cd "$(dirname "$self")/.."
-python=${PYTHON:-python3}
-export PYTHONPATH=$PWD OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 KVIO_REQUIRE=
+export PYTHON PYTHONPATH=$PWD OPENBLAS_NUM_THREADS=1 KVIO_REQUIRE=
 
 # ---- the steps; each runs in a process of its own, in the checkout
 
@@ -105,7 +108,6 @@ fi
 
 most=235			# seconds for everything
 begin=$EPOCHREALTIME
-out=$(cd "$cd_from" && realpath -m "${1:-gpu-check}")
 steps=("${@:2}")
 failed=0
 mkdir -p "$out"
