@@ -164,7 +164,6 @@ def test_host(benchmark, copy_report, in_time, smoke, case):
                                          copy_host.MemcpyLoop.name))
     for way in ways:
         memory.target[:] = 0
-        way.submit()
-        way.finish()
+        copy_host.run(way)
         assert (memory.target == memory.wanted).all(), way.name
         way.close()

@@ -1,6 +1,7 @@
 """CUDA without kvio: events to measure with, copies to check with, and the calls to be measured
 against. libcuda is the one that kvio opens; libcudart the machine's own, if one is found."""
 import ctypes
+import functools
 import glob
 import importlib
 import os
@@ -176,17 +177,19 @@ class LoopInC(Way):
 
     def __init__(self, *args, runtime):
         super().__init__(*args)
-        self.runtime, self.ns = runtime, c_uint64()
+        self.ns = c_uint64()
         driver_name = {"H2D": "cuMemcpyHtoDAsync", "D2H": "cuMemcpyDtoHAsync"}[self.direction]
         self.name = f"{runtime.label if runtime else driver_name}, C loop"
         function = runtime.function if runtime else self.driver.function(driver_name)
-        self.function = ctypes.cast(function, c_void_p)
+        kind = [c_int(KIND[self.direction])] if runtime else []
+        self.call = functools.partial(
+            loops().copy_loop_runtime if runtime else loops().copy_loop_driver,
+            ctypes.cast(function, c_void_p), c_void_p(address(self.pieces)),
+            c_uint(len(self.pieces)), c_size_t(self.block), *kind, self.driver.stream,
+            byref(self.ns))
 
     def submit(self):
-        kind = [c_int(KIND[self.direction])] if self.runtime else []
-        loop = loops().copy_loop_runtime if self.runtime else loops().copy_loop_driver
-        rc = loop(self.function, c_void_p(address(self.pieces)), c_uint(len(self.pieces)),
-                  c_size_t(self.block), *kind, self.driver.stream, byref(self.ns))
+        rc = self.call()
         if rc:
             raise CudaError(f"{self.name}: error {rc}")
         return self.ns.value
