@@ -41,9 +41,9 @@ class ClusterConfig:
 
     nic: what every engine's compute NIC is opened on, "soft" or "verbs:HCA" (all of them on one
     HCA, then); only soft NICs can be paced. device: a GPU, "cuda:0", whose memory is all engines'
-    HBM; its copy engines are their compute NICs. kv_class: the traffic class of all KV. collectives:
-    what the decode engines exchange in each step beside it, None for nothing. persist_class: the
-    traffic class of decode's copies from HBM to DRAM, None for kv_class.
+    HBM; its copy engines are their compute NICs. kv_class: the traffic class of all KV.
+    collectives: what the decode engines exchange in each step beside it, None for nothing.
+    persist_class: the traffic class of decode's copies from HBM to DRAM, None for kv_class.
 
     policy: who reads, a name or an object of `kvio.scheduler.paths`; None: by the mode. One that
     pushes says so (`pushes = True`, as `Push` does): PE HBM is open to others' writes then alone.

@@ -1,7 +1,7 @@
 """The decode engine: continuous batching over KV blocks in its HBM, persisted as they fill up.
 
-Its HBM (host memory, or a GPU's: `hbm`) is registered with the engine's own NIC; it is kept layer by
-layer.
+Its HBM (host memory, or a GPU's: `hbm`) is registered with the engine's own NIC; it is kept layer
+by layer.
 """
 import asyncio
 from dataclasses import dataclass, field
@@ -24,8 +24,8 @@ __all__ = ["DecodeEngine", "Sequence"]
 
 @dataclass(eq=False)
 class Sequence:
-    """A request in decode: `num_tokens` have KV in the blocks `ids` of the HBM `pool`, which lies in
-    `memory`."""
+    """A request in decode: `num_tokens` have KV in the blocks `ids` of the HBM `pool`, which lies
+    in `memory`."""
 
     request: object
     memory: object

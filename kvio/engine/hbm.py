@@ -26,6 +26,7 @@ class HostHbm:
     """Host memory in HBM's place."""
 
     device = None
+    fetched_nbytes = written_nbytes = 0         # copied for the arithmetic's sake
 
     def allocate(self, nbytes: int):
         """Memory that a `Region` or a pool takes."""
@@ -78,6 +79,7 @@ class DeviceHbm:
             raise
         self._read, self._made = _Staging(self._nic), _Staging(self._nic)
         self._memories, self._keys = {}, {}         # by address
+        self.fetched_nbytes = self.written_nbytes = 0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "kvio-hbm")
 
     def allocate(self, nbytes):
@@ -143,6 +145,15 @@ class DeviceHbm:
             with contextlib.suppress(KvioError, OSError):
                 self._peer.reset()                  # or the next try would fail because of this one
             raise
+        if opcode == READ:
+            self.fetched_nbytes += len(starts) * nbytes
+        else:
+            self.written_nbytes += len(starts) * nbytes
+
+    @property
+    def title(self) -> str:
+        """What the device calls itself."""
+        return self._nic.info()["copy"]["device"]
 
     def close(self) -> None:
         """When nothing computes any more."""
@@ -217,8 +228,8 @@ def check_device(config) -> None:
     if not isinstance(device, str) or device.partition(":")[0] != "cuda":
         raise InvalidArgument(f"device is a GPU like 'cuda:0', whose memory is HBM, not {device!r}")
     if config.nic != "soft" or config.cnic_bytes_per_s:
-        raise InvalidArgument(f"with HBM on {device} its copy engines are the compute NICs, as fast "
-                              "as they go: leave nic and cnic_bytes_per_s out")
+        raise InvalidArgument(f"with HBM on {device} its copy engines are the compute NICs, as "
+                              "fast as they go: leave nic and cnic_bytes_per_s out")
     if config.collectives is not None:
         raise InvalidArgument(f"engines that share {device} have no links between them, and copy "
                               "engines no lanes: collectives need nic=, not device=")
