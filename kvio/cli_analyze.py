@@ -1,5 +1,6 @@
 """`kvio analyze`: the bottleneck-free range, what loading costs, how large buffers must be."""
 import json
+import sys
 
 from kvio import analysis
 from kvio.errors import InvalidArgument, PlotMissing
@@ -56,6 +57,7 @@ def run(arguments) -> int:
                                                        arguments.residency_s)
     if arguments.plot:
         plot(shape, arguments.plot)
+        print(f"the plot is in {arguments.plot}", file=sys.stderr)
     print(json.dumps(report, indent=2) if arguments.json else _text(report, shape))
     return 0
 
@@ -151,7 +153,8 @@ def _model_text(model):
            f"{at(model['gb_per_pflop'], '.3g')}")
     yield f"  alpha (3 s of reading): {model['alpha_tokens']:,} tokens"
     if "beta_tokens" in model:
-        yield f"  beta (5 s of a GPU, hits included): {at(model['beta_tokens'], ',')}"
+        yield (f"  beta (5 s of a GPU, hits included; by the length of the context): "
+               f"{at(model['beta_tokens'], ',')}")
     if "working_set_bytes" in model:
         yield f"  working set: {model['working_set_bytes'] / 1e9:.4g} GB"
 

@@ -121,6 +121,7 @@ def test_sizes():
     lambda: analysis.utilisation(PAPER, 0, 1), lambda: analysis.best_read_rates(PAPER, 1, 1.5),
     lambda: analysis.model_cost("gpt-5"), lambda: analysis.cache_compute_ratio("deepseek-v3", -1),
     lambda: analysis.cache_compute_ratio("deepseek-v3", 10, 0),
+    lambda: ClusterShape(snic_bytes_per_s=10**400), lambda: ClusterShape(dram_bytes_per_s=5e-324),
     lambda: analysis.alpha_tokens(0, 1), lambda: analysis.buffer_bytes(-1, 1)])
 def test_bad_input_is_refused(wrong):
     with pytest.raises(InvalidArgument):
@@ -164,3 +165,4 @@ def test_the_plot_is_drawn(tmp_path):
     done = kvio("--plot", str(tmp_path / "range.svg"))
     drawn = (tmp_path / "range.svg").read_text()
     assert done.returncode == 0 and drawn.lstrip().startswith("<?xml") and "</svg>" in drawn
+    assert done.stderr == f"the plot is in {tmp_path / 'range.svg'}\n"

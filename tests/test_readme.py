@@ -59,7 +59,7 @@ def test_a_policy_of_ones_own_is_asked(capsys):
 def test_the_commands_about_transfers_are_understood():
     text = (ROOT / "README.md").read_text()
     lines = re.findall(r"^kvio ((?:analyze|bench|demo|qos) .*?)(?:  +#.*)?$", text, re.M)
-    assert len(lines) == 7
+    assert len(lines) == 8
     for line in lines:
         arguments = cli.parser().parse_args(line.split())
         if line.startswith(("qos", "analyze")):

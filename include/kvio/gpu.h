@@ -28,6 +28,7 @@ struct kvio_cuda_info {
 	struct kvio_copy_cost costs[KVIO_NUM_COPY_KINDS][KVIO_NUM_COPY_WAYS];
 	uint64_t copies[KVIO_NUM_COPY_WAYS];	/* calls of the driver, or descriptors of kernels */
 	uint64_t segments[KVIO_NUM_COPY_WAYS];	/* times that this way was chosen */
+	char why[192];			/* of this NIC's last failed registration, post or stream */
 };
 
 /* -EOPNOTSUPP: the NIC is of another provider. */

@@ -298,11 +298,11 @@ struct kvio_nic_ops {
 	/* Out of the error state, to be connected again. -EBUSY while something is queued. */
 	int (*qp_reset)(struct kvio_qp *qp);
 	void (*qp_destroy)(struct kvio_qp *qp);
-	/* cuda: whatever is posted from now on starts after what is in the stream now. -EXDEV: not a
-	 * stream of this device's primary context. NULL: there are no streams. */
+	/* cuda: whatever is posted from now on starts after what is in the stream now. -EXDEV: not
+	 * a stream of this device's primary context. NULL: there are no streams. */
 	int (*after)(struct kvio_qp *qp, uint64_t stream);
-	/* cuda: the stream's later work starts after the work request wr_id, which was posted and has
-	 * not been reported. -EIO: it has failed. NULL as above. */
+	/* cuda: the stream's later work starts after the work request wr_id, which was posted and
+	 * has not been reported. -EIO: it has failed. NULL as above. */
 	int (*before)(struct kvio_qp *qp, uint64_t wr_id, uint64_t stream);
 	/* Number posted: short when the queue is full. */
 	int (*post)(struct kvio_qp *qp, const struct kvio_post *post);

@@ -271,6 +271,7 @@ cdef extern from "kvio/gpu.h" nogil:
         kvio_copy_cost costs[4][4]
         uint64_t copies[4]
         uint64_t segments[4]
+        char why[192]
     int kvio_cuda_look(kvio_nic *nic, kvio_cuda_info *out)
     enum kvio_cuda_memory:
         KVIO_CUDA_PINNED

@@ -8,13 +8,15 @@ import os
 import socket
 
 cimport cython
-from cpython.buffer cimport (PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release,
-                             PyObject_GetBuffer)
+from cpython.buffer cimport (PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE,
+                             PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer)
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals, PyErr_WarnEx
-from cpython.ref cimport Py_INCREF
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
+from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.errno cimport EBUSY, ENOSPC
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from core cimport *
@@ -60,11 +62,11 @@ def wc_name(uint32_t status) -> str:
 include "nic_fabric.pxi"
 
 
-
 @cython.no_gc_clear
 cdef class Nic:
-    """A NIC of the provider "soft", on a fabric, or "verbs", on a device. `max_sge` bounds a work
-    request's scatter-gather list. OSError's text says what is missing."""
+    """A NIC of the provider "soft", on a fabric, "verbs", on a device, or "cuda", on a GPU
+    (`device` is its ordinal). `max_sge` bounds a work request's scatter-gather list. OSError's text
+    says what is missing."""
     cdef kvio_nic *_nic
     cdef readonly str provider
     cdef readonly Fabric fabric         # None: not soft
@@ -76,21 +78,32 @@ cdef class Nic:
 
     def __cinit__(self, str provider, Fabric fabric=None, str device="", *,
                   uint64_t bytes_per_s=0, uint32_t mtu=4096, uint32_t queue_depth=2048,
-                  uint32_t max_sge=16, int32_t gid_index=-1, uint64_t pd=0, uint32_t flags=0):
+                  uint32_t max_sge=16, int32_t gid_index=-1, uint64_t pd=0, uint32_t flags=0,
+                  uint32_t copy_way=KVIO_COPY_AUTO, uint32_t max_sms=8, bytes ptx=None):
         cdef kvio_nic_params params
         cdef const kvio_nic_ops *ops
         cdef char why[512]
         cdef bytes name = device.encode()
         cdef int rc
-        if provider not in ("soft", "verbs") or (provider == "soft") != (fabric is not None):
-            raise ValueError("the provider is 'soft', with a fabric, or 'verbs', without")
-        ops = &kvio_soft_ops if provider == "soft" else &kvio_verbs_ops
+        if provider == "soft":
+            ops = &kvio_soft_ops
+        elif provider == "verbs":
+            ops = &kvio_verbs_ops
+        elif provider == "cuda":
+            ops = &kvio_cuda_ops
+        else:
+            raise ValueError(f"there is no provider {provider!r}")
+        if (provider == "soft") != (fabric is not None):
+            raise ValueError("a NIC has a fabric if it is 'soft', and no other has")
         memset(&params, 0, sizeof(params))
         params.device, params.pd, params.gid_index, params.flags = name, pd, gid_index, flags
         if fabric is not None:
             params.fabric = fabric._fabric
         params.bytes_per_s, params.mtu = bytes_per_s, mtu
         params.queue_depth, params.max_sge = queue_depth, max_sge
+        params.copy_way, params.max_sms = copy_way, max_sms
+        if ptx is not None:
+            params.ptx = ptx
         why[0], params.why, params.why_room = 0, why, sizeof(why)
         with nogil:
             rc = kvio_nic_open(&self._nic, ops, &params)
@@ -393,6 +406,13 @@ cdef class QueuePair:
                     rails=rails, state=STATES[info.state], depth=info.depth, max_sge=info.max_sge,
                     free=info.free, in_flight=info.in_flight)
 
+    def why(self) -> str:
+        """What the device said when it failed, and what to try; "": nothing."""
+        cdef kvio_qp_info info
+        if self._qp is NULL or self.nic.closed or kvio_qp_query(self._qp, &info) < 0:
+            return ""
+        return with_driver_hint(info.why.decode(errors="replace"))
+
     def fail(self):
         """Into the error state: what is queued flushes."""
         self._check_open()
@@ -416,10 +436,11 @@ cdef class QueuePair:
         self._qp = NULL
 
     def post(self, wrs, sges=None, uint32_t opcode=0, uint64_t local_offset=0,
-             uint64_t remote_offset=0, Batch batch=None):
+             uint64_t remote_offset=0, Batch batch=None, stream=None):
         """Post a batch; the descriptors are copied. EINVAL: malformed, nothing was posted. A
         `Batch()` made before can be given, so that who holds the memory holds the batch before
-        the device has it."""
+        the device has it. cuda: not before what is in the CUstream `stream` now; EXDEV: it is of
+        another device or context, nothing was posted."""
         cdef Py_buffer wr_view, sge_view
         cdef kvio_post post
         cdef int rc
@@ -431,6 +452,8 @@ cdef class QueuePair:
         memset(&post, 0, sizeof(post))
         post.local_offset, post.remote_offset = local_offset, remote_offset
         post.opcode = opcode
+        if stream is not None:
+            post.stream, post.flags = stream, KVIO_POST_AFTER
         PyObject_GetBuffer(wrs, &wr_view, PyBUF_C_CONTIGUOUS)
         try:
             if wr_view.itemsize != sizeof(kvio_wr) or wr_view.len > 0xffffffff:
@@ -457,3 +480,4 @@ cdef class QueuePair:
 
 
 include "nic_batch.pxi"
+include "nic_cuda.pxi"

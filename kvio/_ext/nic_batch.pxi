@@ -24,6 +24,7 @@ HINTS["RESP_TIMEOUT_ERR"] = HINTS["RNR_RETRY_EXC_ERR"] = HINTS["RETRY_EXC_ERR"]
 OTHER_HINT = "see the device's log (dmesg), then call peer.reset()"
 PRIVATE = "memory is private to its process: others can read only that of a " \
     "BlockPool(shared=True); call peer.reset() before going on"
+OF_DRIVER = "GENERAL_ERR", "FATAL_ERR"      # what the device said of it is known to the queue pair
 PRIVATE_HINTS = {KVIO_WC_LOC_PRIVATE: f"the local {PRIVATE}",
                  KVIO_WC_REM_PRIVATE: f"the peer's {PRIVATE}"}
 
@@ -125,9 +126,23 @@ cdef class Batch:
         return True
 
     def stats(self) -> dict:
+        """Also `ways`, by which the bytes were copied, where the NIC is a GPU's."""
         self._look()
-        return dict(nbytes=self._info.nbytes, submitted_ns=self._info.submitted_ns,
-                    completed_ns=self._info.completed_ns if self._info.drained else None)
+        stats = dict(nbytes=self._info.nbytes, submitted_ns=self._info.submitted_ns,
+                     completed_ns=self._info.completed_ns if self._info.drained else None)
+        if self.qp.nic.provider == "cuda":
+            stats["ways"] = [way for i, way in enumerate(COPY_WAYS) if self._info.ways >> i & 1]
+        return stats
+
+    def block_stream(self, uint64_t stream):
+        """cuda: what is put into this CUstream from now on starts after the batch; nobody waits
+        here. EAGAIN: not all of it is posted; EIO: something of it has failed; EXDEV: the stream
+        is of another device or context; EOPNOTSUPP: this provider has no streams."""
+        cdef kvio_batch *batch = self.had()
+        cdef int rc
+        with nogil:
+            rc = kvio_batch_block_stream(batch, stream)
+        check(rc)
 
     def explain(self, uint32_t element) -> str:
         """Why an element failed: work completion status by name, from which GID to which, and what
@@ -139,6 +154,8 @@ cdef class Batch:
         hint = PRIVATE_HINTS.get(code) or HINTS.get(name, OTHER_HINT)
         if self.qp.gone and name in ("WR_FLUSH_ERR", "RETRY_EXC_ERR"):
             hint = self.qp.gone
+        elif name in OF_DRIVER:
+            hint = self.qp.why() or hint
         return f"{name}{self.qp.path}: {hint}"
 
     def __getbuffer__(self, Py_buffer *view, int flags):

@@ -66,10 +66,12 @@ class ClusterShape:
 
 
 def positive(name: str, value) -> float:
-    """`value` if it is a finite number above 0; InvalidArgument otherwise."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or \
-            not 0 < value < math.inf:
-        raise InvalidArgument(f"{name} must be a number above 0, not {value!r}")
+    """`value` if it is a number above 0 of a size that can be computed with; InvalidArgument
+    otherwise."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise InvalidArgument(f"{name} must be a number above 0, not {value!r:.60}")
+    if not 1e-30 <= value <= 1e30:
+        raise InvalidArgument(f"{name} must lie between 1e-30 and 1e30, not {value!r:.60}")
     return value
 
 

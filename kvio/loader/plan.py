@@ -183,7 +183,8 @@ def checked_parts(layout: BlockLayout, parts, num_hit_tokens: int) -> tuple[Part
         raise InvalidArgument(f"hits come in whole blocks of {tokens} tokens, not {num_hit_tokens}")
     if isinstance(parts, str):
         if parts not in ("pe", "de"):
-            raise InvalidArgument(f"path must be 'pe' or 'de', not {parts!r}")
+            raise InvalidArgument(f"path must be 'pe' or 'de', or Parts that say who reads which "
+                                  f"tokens, not {parts!r}")
         parts = [Part(parts, (0, num_hit_tokens))] if num_hit_tokens else []
     try:
         parts = tuple(parts)

@@ -33,8 +33,9 @@ def pack_prefill(ready, quota_s: float | None = None, attention_time=None,
         head = ((_new(work), work) for work in itertools.islice(ready, 1))
         return [(work.request_id, new) for new, work in head]
     if quota_s is not None and (not callable(attention_time) or not is_quota(quota_s)):
+        fit = "; of a fit pass its .model" if isinstance(attention_time, AttentionFit) else ""
         raise InvalidArgument(f"a quota must be above 0 s and needs attention_time(cached, new); "
-                              f"got {quota_s!r} and {attention_time!r}")
+                              f"got {quota_s!r} and {attention_time!r}{fit}")
     room = checked_int("max_tokens", max_tokens, 1) if max_tokens is not None else float("inf")
     batch, spent_s = [], 0.0
     for work in ready:

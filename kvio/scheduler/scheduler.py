@@ -55,6 +55,10 @@ class Scheduler:
                                       or isinstance(recompute, type)):
             raise InvalidArgument("recompute must be None or an object (no class) with a method "
                                   f"for_request, not {recompute!r}")
+        if getattr(recompute, "block_tokens", self.block_tokens) % self.block_tokens:
+            raise InvalidArgument(f"recompute cuts hits at every {recompute.block_tokens} tokens, "
+                                  f"which is inside a block of {self.block_tokens}: give both the "
+                                  "same block_tokens")
         self.num_routes = 0                         # the number of the latest route
         self._fleet, self._waiting = Fleet(), {}    # request_id -> Waiting
         self._num_submitted = 0

@@ -8,6 +8,8 @@ from test_scheduler_rules import de, given, pe, request
 from kvio.errors import InvalidArgument, KvioError, RequestTooLong
 from kvio.scheduler import DE, PE, EngineReport, Push, ReadChoice, Request, Scheduler
 from kvio.scheduler import Part as _Part
+from kvio.scheduler.quota import AttentionModel
+from kvio.scheduler.recompute import LoadOrRecompute
 
 
 @pytest.mark.parametrize("wrong, message", [
@@ -46,6 +48,8 @@ from kvio.scheduler import Part as _Part
     (lambda: Scheduler(1, 1, policy="fastest"), "policy"),
     (lambda: Scheduler(1, 1, block_tokens=0), "block_tokens"),
     (lambda: Scheduler(1, 1, recompute=1), "recompute"),
+    (lambda: Scheduler(1, 1, block_tokens=64, recompute=LoadOrRecompute(AttentionModel(1e-9))),
+     "recompute cuts hits at every 1 tokens, which is inside a block of 64"),
     (lambda: Scheduler(1, 1).submit("a"), "submit takes a Request"),
     (lambda: Scheduler(1, 1).fetch(None, []), "two lists"),
     (lambda: Scheduler(1, 1).fetch([1], []), "EngineReports, not 1"),
