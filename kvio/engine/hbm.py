@@ -153,7 +153,7 @@ class DeviceHbm:
     @property
     def title(self) -> str:
         """What the device calls itself."""
-        return self._nic.info()["copy"]["device"]
+        return self._nic.info()["copy"]["name"]
 
     def close(self) -> None:
         """When nothing computes any more."""

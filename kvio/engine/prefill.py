@@ -26,9 +26,8 @@ class Workspace:
     of the batch take from the beginning on and give back together. It lies in `memory`."""
 
     def __init__(self, layout: BlockLayout, max_tokens: int, depth: int, nic, access: Access,
-                 memory=None):
-        self.layout, self.depth = layout, depth
-        self._memory = HostHbm() if memory is None else memory
+                 memory):
+        self.layout, self.depth, self._memory = layout, depth, memory
         self.num_blocks = layout.num_blocks(max_tokens)
         self.slot_nbytes = self.num_blocks * layout.block_tokens * max(layout.layer_bytes_per_token)
         self.region = Region(self._memory.allocate(depth * self.slot_nbytes))
@@ -86,7 +85,8 @@ class PrefillEngine(Node):
             raise InvalidArgument("a compute quota needs attention_time(cached, new), in seconds: "
                                   "fit one from measurements")
         access = Access.LOCAL_WRITE | (Access.REMOTE_WRITE if pushed else Access(0))
-        self.workspaces = [Workspace(layout, batch_tokens, depth, nic, access, memory)
+        self.memory = HostHbm() if memory is None else memory
+        self.workspaces = [Workspace(layout, batch_tokens, depth, nic, access, self.memory)
                            for _ in range(num_workspaces)]
         self.batches = Batches(layout, self.workspaces, quota_s, attention_time, own_time)
         self.num_requests = self.num_tokens = 0     # assigned and not yet prefilled
