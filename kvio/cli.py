@@ -35,8 +35,11 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--model", metavar="NAME", help="of the part real: "
                          "smollm2 (default), or seeded:LAYERS, a tiny one that needs no package "
                          "and little CPU")
-    command.add_argument("--nic", default="soft", metavar="DEVICE", help="what all engines' NICs "
+    command.add_argument("--nic", metavar="DEVICE", help="what all engines' NICs "
                          "are opened on: soft (default), or verbs:HCA, whose links are not paced")
+    command.add_argument("--device", metavar="cuda:0", help="the GPU whose memory is all engines' "
+                         "HBM, and whose copy engines move all KV, not paced (default: host "
+                         "memory); the arithmetic stays on the CPU")
     command.add_argument("--exact", action="store_true", help="real model: arithmetic that is "
                          "bit for bit the same for any split of the tokens (slower)")
     command.add_argument("--nodes", action="append", metavar="1P2D", help="timed run: prefill and "
