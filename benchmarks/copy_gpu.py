@@ -6,6 +6,7 @@ import copy_driver
 import numpy as np
 from copy_case import HOST_STRIDE, Sample, address, fresh
 from copy_host import pieces_of
+from copy_report import AGAIN, SWEEP
 
 from kvio.errors import BackendUnavailable
 from kvio.layout import READ, WR_DTYPE
@@ -48,12 +49,13 @@ class Gpu:
         self._nics[name] = nic, nic.connect(nic.name, classes=[KV]), {"device": near, "host": far}
         return self._nics[name]
 
-    def nic(self, way, max_sms=8):
+    def nic(self, way, max_sms=None):
         """(nic, peer, regions) of a way; opened when it is first asked for."""
-        name = way if max_sms == 8 else f"{way}-{max_sms}"
+        name = way if max_sms is None else f"{way}-{max_sms}"
         if name not in self._nics:
+            options = {} if max_sms is None else {"max_sms": max_sms}
             self._join(name, Nic.open("cuda:0", name=f"copy-{name}", queue_depth=8192, copy=way,
-                                      max_sms=max_sms))
+                                      **options))
         return self._nics[name]
 
     def close(self):
@@ -130,7 +132,7 @@ class Ground:
 class Kvio:
     """One `peer.read`, by one way or by kvio's choice."""
 
-    def __init__(self, gpu, ground, way, max_sms=8):
+    def __init__(self, gpu, ground, way, max_sms=None):
         self.nic, self.peer, regions = gpu.nic(way, max_sms)
         self.stream, self.calls, pieces = gpu.driver.stream.value, ground.case.count, \
             ground.pieces()
@@ -139,7 +141,7 @@ class Kvio:
         self.wrs["opcode"], self.wrs["length"] = READ, ground.case.block
         self.wrs["lkey"], self.wrs["rkey"] = regions[to].key, regions[of].key
         self.wrs["local_addr"], self.wrs["remote_addr"] = pieces["target"], pieces["source"]
-        self.name = f"kvio {way}" + ("" if max_sms == 8 else f", max_sms={max_sms}")
+        self.name = f"kvio {way}" if max_sms is None else f"kvio {way}, at most {max_sms}{SWEEP}"
         self.way, self.carried = way, ()
 
     def submit(self):
@@ -172,7 +174,7 @@ def ways(gpu, ground):
     Python, and kvio's, forced and chosen."""
     case = ground.case
     args = case.direction, case.block, ground.pieces()
-    return [ceiling(gpu, ground), ceiling(gpu, ground, "one pinned copy (again)"),
+    return [ceiling(gpu, ground), ceiling(gpu, ground, f"one pinned copy{AGAIN}"),
             copy_driver.LoopInC(gpu.driver, *args, runtime=gpu.runtime),
             *copy_driver.python_loops(gpu.driver, gpu.note, *args),
             *(Kvio(gpu, ground, way) for way in gpu.ways), Kvio(gpu, ground, "auto")]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from copy_case import HOST_STRIDE, Sample, address, fresh
+from copy_report import AGAIN
 
 import cbuild
 from kvio.layout import READ, WR_DTYPE
@@ -90,7 +91,7 @@ class MemcpyLoop(Way):
 class MemcpyLoopAgain(MemcpyLoop):
     """The same once more: what it shows beside itself is what the machine's noise makes."""
 
-    name = "memcpy, C loop (again)"
+    name = f"memcpy, C loop{AGAIN}"
 
 
 class NumpyIndexed(Way):

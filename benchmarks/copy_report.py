@@ -88,6 +88,8 @@ class Claim(NamedTuple):
                 self.verdict, str(self.rounds), self.note]
 
 
+AGAIN, SWEEP = " (again)", " SMs"        # how ways end that are no lines of a plot
+NOT_DRAWN = AGAIN, SWEEP
 CLAIM_HEAD = ["figure", "wanted", "measured", "", "rounds", "note"]
 
 
@@ -146,6 +148,7 @@ class CopyReport:
         panels = list(dict.fromkeys((machine, direction) for machine, direction, _ in curves))
         if not panels:
             return
+        sizes = sorted({row.block / 1024 for rows in curves.values() for row in rows})
         figure, axes = pyplot.subplots(2, len(panels), squeeze=False, sharex=True,
                                        figsize=(6.4 * len(panels), 7.5), layout="constrained")
         colours = {way: f"C{i % 10}" for i, way in enumerate(
@@ -166,6 +169,7 @@ class CopyReport:
             column[1].set_yscale("log")
             column[1].set_xlabel("block, KiB")
             column[0].set_xscale("log", base=2)
+            column[1].set_xticks(sizes, [f"{size:g}" for size in sizes])
             column[0].set_ylim(bottom=0)
             column[0].legend(fontsize=6)
         figure.savefig(path)
@@ -176,10 +180,10 @@ class CopyReport:
         largest = {}
         for row in self.rows:
             key = row.machine, row.direction, row.way, row.block
-            if row.pattern == "scattered" and "max_sms" not in row.way and \
+            if row.pattern == "scattered" and not row.way.endswith(NOT_DRAWN) and \
                     (key not in largest or row.count > largest[key].count):
                 largest[key] = row
         curves = {}
-        for (machine, direction, way, _), row in sorted(largest.items()):
+        for (machine, direction, way, _), row in largest.items():
             curves.setdefault((machine, direction, way), []).append(row)
-        return curves
+        return {key: sorted(rows, key=lambda row: row.block) for key, rows in curves.items()}

@@ -76,7 +76,7 @@ def test_the_report_is_a_table_for_each_machine_and_a_plot(tmp_path):
 def test_a_plot_has_the_largest_count_of_each_size_and_no_sweep():
     report, case = CopyReport(), Case("H2D", 4096, 16)
     for each, name in ((case, "kvio auto"), (case.within(4096), "kvio auto"),
-                       (case, "kvio kernel, max_sms=2"), (Case("H2D", 4096, 64, "regular"), "w")):
+                       (case, "kvio kernel, at most 2 SMs"), (case, "one (again)"), (Case("H2D", 4096, 64, "regular"), "w")):
         report.rows += rows_of("m", each, [Named(name, 1)], {name: samples(1e-3)}, name)
     (key, rows), = report._curves().items()
     assert key == ("m", "H2D", "kvio auto") and [row.count for row in rows] == [16]
@@ -109,7 +109,7 @@ def test_every_way_of_the_host_moves_the_bytes(pattern):
         memory.target[:] = 0
         sample = copy_host.run(way)
         assert (memory.target == memory.wanted).all(), way.name
-        assert 0 < sample.submit_ns <= 1e9 * sample.seconds, way.name
+        assert 0 < sample.submit_ns <= 1e9 * sample.seconds + 1, way.name
         way.close()
 
 
