@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * A fake libcudart over the fake libcuda: what bench_copy.py calls of the runtime, so that its loops
- * over cudaMemcpyAsync run before there is a GPU. It counts its copies.
+ * A fake libcudart over the fake libcuda: what bench_copy.py calls of the runtime, so that its
+ * loops over cudaMemcpyAsync run before there is a GPU. It counts its copies.
  */
 #include <dlfcn.h>
 #include <stddef.h>

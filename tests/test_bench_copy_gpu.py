@@ -1,5 +1,5 @@
-"""bench_copy.py's cases for a GPU, on the fake driver: all ways move the bytes and are looked at, the
-events stand around the copies, nothing is left behind. Nothing here is about speed."""
+"""bench_copy.py's cases for a GPU, on the fake driver: all ways move the bytes and are looked at,
+the events stand around the copies, nothing is left behind. Nothing here is about speed."""
 import ctypes
 import os
 import subprocess
