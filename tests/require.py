@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import sysconfig
 
 import cbuild
 import pytest
@@ -56,9 +57,27 @@ def _header(name, package):
     return probe
 
 
+def cuda_include(major):
+    """The folder of the cuda.h of CUDA 12 or 13, or None; KVIO_CUDA_INCLUDE: that of CUDA 13."""
+    below = {12: "nvidia/cuda_runtime/include", 13: "nvidia/cu13/include"}[major]
+    folder = os.path.join(sysconfig.get_path("purelib"), below)
+    if major == 13:
+        folder = os.environ.get("KVIO_CUDA_INCLUDE") or folder
+    return folder if os.path.exists(os.path.join(folder, "cuda.h")) else None
+
+
+def _cuda_headers():
+    return None if cuda_include(13) else "no cuda.h of CUDA 13: pip install nvidia-cuda-runtime"
+
+
 def _lab():
     from lab import rxe
     return rxe.missing()
+
+
+def _nvrtc():
+    import nvrtc
+    return nvrtc.why_not()
 
 
 def _soak():
@@ -78,6 +97,8 @@ PARTS = {
     "lmcache": _module("lmcache"),
     "verbs": _library("libibverbs.so.1"),
     "cuda": _library("libcuda.so.1"),
+    "cuda-headers": _cuda_headers,      # what the fake libcuda is compiled against
+    "nvrtc": _nvrtc,            # compiles the kernel
     "usrbio": _library("libhf3fs_api_shared.so"),
     "soak": _soak,
     "compiler": lambda: None if cbuild.compiler() else "no C compiler",

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FUNCTION, MAX_FILE, MAX_COLUMNS, TAB = 70, 500, 100, 8
-CODE = {".py", ".pyx", ".pxd", ".pxi", ".c", ".h"}
+CODE = {".py", ".pyx", ".pxd", ".pxi", ".c", ".h", ".cu"}
 SKIPPED = {".git", ".venv", "build", "dist", "__pycache__", ".hypothesis", ".pytest_cache"}
 
 # Bottom to top: a module may import what lies on lower lines. Modules of one line are siblings
@@ -176,7 +176,7 @@ def test_a_function_fits_a_screen(functions, suffixes):
 
 
 def test_c_files_name_their_licence():
-    check(no_spdx, ".c", ".h")
+    check(no_spdx, ".c", ".h", ".cu")
 
 
 # -- who imports whom

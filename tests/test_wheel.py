@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMPY_WHEELS = Path(sys.prefix) / "wheels"          # kept by the Makefile: no network needed here
-SOURCE = {".c", ".h", ".pyx", ".pxd", ".pxi", ".so", ".pyc"}  # of kvio/, not in a wheel as they are
+# Of kvio/, not in a wheel as they are.
+SOURCE = {".c", ".h", ".cu", ".pyx", ".pxd", ".pxi", ".so", ".pyc"}
 
 ROUND_TRIP = """
 import os, shutil, sys
@@ -100,7 +101,7 @@ def test_sdist_has_what_a_build_and_its_tests_need(sdist):
 def test_wheel_has_no_source_and_every_data_file(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert not [name for name in names if name.endswith((".c", ".pyx"))]
+    assert not [name for name in names if name.endswith((".c", ".cu", ".pyx"))]
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "build"))]
     here = {str(path.relative_to(ROOT)) for path in (ROOT / "kvio").rglob("*")
             if path.is_file() and path.suffix not in SOURCE}

@@ -187,14 +187,23 @@ int cuda_before(struct kvio_qp *qp, uint64_t wr_id, uint64_t stream);
 
 /* ---- cuda_plan.c: pure ---- */
 
-/* Pieces that follow one another on both sides become one; in place. How many are left. */
+/* How far one has come: so many of the copies, and bytes of the next one. */
+struct cuda_place {
+	uint32_t at;
+	uint64_t nbytes;
+};
+
+/* Pieces that follow one another on both sides become one, empty ones none; in place, in their
+ * order. How many are left. */
 uint32_t cuda_coalesce(struct cuda_copy *copies, uint32_t count);
-/* The fewest rectangles that a scan from the left finds, none with a pitch above max_pitch; `out`
- * has room for count. How many. Only ascending, non-overlapping rows make a rectangle. */
+/* Rectangles that a scan from the left finds, as few as they can be written with, none with a
+ * pitch above max_pitch; `out` has room for count. How many. Only ascending rows that do not
+ * overlap make one, and only slices whose step is a multiple of the pitch, on both sides. Order
+ * within a regular grid of pieces may change. No copy is empty. */
 uint32_t cuda_rects(const struct cuda_copy *copies, uint32_t count, uint64_t max_pitch,
 		    struct cuda_rect *out);
-/* Pieces of at most CUDA_PIECE_NBYTES, `skip` pieces passed over, at most `room` written. */
-uint32_t cuda_split(const struct cuda_copy *copies, uint32_t count, uint64_t skip,
+/* Pieces of at most CUDA_PIECE_NBYTES from `place` on, which moves; at most `room` are written. */
+uint32_t cuda_split(const struct cuda_copy *copies, uint32_t count, struct cuda_place *place,
 		    struct cuda_copy *out, uint32_t room);
 bool cuda_is_aligned(const struct cuda_copy *copies, uint32_t count);	/* for the kernel */
 
@@ -204,7 +213,7 @@ bool cuda_is_aligned(const struct cuda_copy *copies, uint32_t count);	/* for the
 struct cuda_shape {
 	uint32_t kind;			/* enum kvio_copy_kind */
 	uint32_t copies;		/* after coalescing */
-	uint32_t rects, rows;
+	uint32_t rects, rows;		/* calls of the strided way, and rows in them */
 	uint64_t nbytes;
 	bool aligned;
 };
@@ -214,21 +223,39 @@ uint32_t cuda_choose(const struct kvio_copy_cost costs[KVIO_NUM_COPY_WAYS],
 		     const struct cuda_shape *shape);
 double cuda_predict_ns(const struct kvio_copy_cost *cost, uint32_t way,
 		       const struct cuda_shape *shape);
+/* The rule where nothing was measured; `there` stays as it is. */
+void cuda_rule_of_thumb(struct kvio_copy_cost costs[KVIO_NUM_COPY_WAYS]);
 
 /* ---- cuda_ways.c and cuda_measure.c ---- */
 
-/* Puts a segment into the stream, all of it of one kind; `copies` may be changed. The way taken, or
- * -1 with `failure` (then some of it may be in the stream). Chunks that it uses are put in front of
- * *chunks, to be given back once the stream has passed. Kernel: device addresses, so where
- * dev->maps_host_as_is is false the caller has not to choose it. */
-int cuda_submit(struct cuda_dev *dev, CUstream stream, uint32_t way, uint32_t kind,
-		struct cuda_copy *copies, uint32_t count, struct cuda_chunk **chunks,
-		uint64_t num_copies[KVIO_NUM_COPY_WAYS], struct cuda_failure *failure);
-/* Loads the kernel from PTX and makes the chunks; without either, info.missing says why. */
+/* One segment under way. */
+struct cuda_carry {
+	struct cuda_dev *dev;
+	CUstream stream;		/* never NULL: the batched call refuses that one */
+	uint32_t kind;			/* enum kvio_copy_kind */
+	uint32_t sms;			/* for the kernel */
+	struct cuda_chunk *chunks;	/* taken, to be given back once the stream has passed */
+	uint64_t copies[KVIO_NUM_COPY_WAYS];	/* calls, or descriptors */
+	struct cuda_failure failure;
+};
+
+/* Puts a segment into the stream, all of it of one kind, by nic->copy_way, and counts it in the
+ * NIC; `copies` may be changed. Bits of enum kvio_copy_way: what carried it (two of them where
+ * chunks ran out); 0: it was empty; -1 with `failure` (some of it may be in the stream). Chunks
+ * are put in front of *chunks, after a failure too. */
+int cuda_submit(struct cuda_nic *nic, CUstream stream, uint32_t kind, struct cuda_copy *copies,
+		uint32_t count, struct cuda_chunk **chunks, struct cuda_failure *failure);
+/* The same by one way, of copies that are coalesced and not empty. Bits, or -1. */
+int cuda_carry_by(struct cuda_carry *carry, uint32_t way, struct cuda_copy *copies,
+		  uint32_t count);
+/* Chunks back to the device, in any order. */
+void cuda_chunks_give(struct cuda_dev *dev, struct cuda_chunk *chunks);
+/* Loads the kernel from PTX, makes the chunks, and fills info.missing and info.costs (by the rule
+ * of thumb). The context is current, as in the next two. */
 void cuda_ways_open(struct cuda_dev *dev, const char *ptx);
 void cuda_ways_close(struct cuda_dev *dev);
-/* Fills info.costs and info.kernel_sms. Once for a device, in the first open that chooses by
- * itself. Without the memory for it, info.measured stays 0 and a rule of thumb stands there. */
+/* Measures info.costs and info.kernel_sms, under the lock: some tens of milliseconds. Once for a
+ * device, in the first open that chooses by itself. Without memory info.measured stays 0. */
 void cuda_measure(struct cuda_dev *dev, uint32_t max_sms);
 
 #endif

@@ -6,6 +6,7 @@ import gc
 import os
 import uuid
 
+import fake_cuda as fakes
 import ibverbs_standin
 import pytest
 
@@ -23,6 +24,7 @@ FAR_ENDS = {"verbs": "verbs:rxe1"} if INSIDE else {}
 
 if not INSIDE:
     ibverbs_standin.choose()        # before anything in this process opens libibverbs
+    fakes.choose()                  # or libcuda
 
 
 def why_not(name):
@@ -74,6 +76,30 @@ def standin(standin_library):
     standin_library.reset()
     gc.collect()
     assert standin_library.objects() == before
+
+
+@pytest.fixture(scope="session")
+def fake_cuda_library():
+    """The controls of the fake libcuda, which kvio has open."""
+    if fakes.why_not():
+        skip_or_fail("cuda-headers", fakes.why_not())
+    parts_used["cuda-headers"] += 1
+    return fakes.FakeCuda(fakes.build())
+
+
+@pytest.fixture
+def fake_cuda(fake_cuda_library):
+    """The same, as new; at the end nothing may be left of what was made on it, and nothing may
+    have happened that a GPU would have answered with corrupt memory."""
+    fake = fake_cuda_library
+    fake.reset()
+    before = fake.objects(), fake.depth()
+    yield fake
+    fake.hold(held=False)
+    gc.collect()
+    assert fake.violations() == []
+    assert (fake.objects(), fake.depth()) == before
+    fake.reset()
 
 
 @pytest.fixture(params=PROVIDERS)

@@ -14,9 +14,8 @@ HERE = Path(__file__).parent
 SOURCES = [HERE / f"ibverbs_standin{part}.c" for part in ("", "_run", "_objects", "_qp")]
 CHECK = HERE / "ibverbs_standin_check.c"
 HEADER = HERE / "ibverbs_standin.h"
-CUDA_SOURCE = HERE / "cuda_standin.c"
 FOLDER = HERE.parents[1] / "build" / "standin"
-VARIABLE, CUDA_VARIABLE = "KVIO_IBVERBS_LIBRARY", "KVIO_CUDA_LIBRARY"
+VARIABLE = "KVIO_IBVERBS_LIBRARY"
 NUM_DEVICES = 3
 
 # enum ibv_wc_status, ibv_port_state, ibv_event_type, ibv_qp_state: what the tests need of them.
@@ -38,24 +37,23 @@ def why_not():
     return PARTS["compiler"]() or PARTS["ibverbs-headers"]()
 
 
-def build(name="ibverbs", sources=SOURCES):
-    """The path of a stand-in; built anew if a source is newer."""
+def build():
+    """The path of the stand-in; built anew if a source is newer."""
     kind = "".join(flag.partition("=")[2][:1] for flag in cbuild.sanitizer())
-    path = FOLDER / f"lib{name}_standin{kind}.so"
-    newest = max(file.stat().st_mtime for file in [*sources, HEADER])
+    path = FOLDER / f"libibverbs_standin{kind}.so"
+    newest = max(file.stat().st_mtime for file in [*SOURCES, HEADER])
     if not path.exists() or path.stat().st_mtime < newest:
         FOLDER.mkdir(parents=True, exist_ok=True)
         made = path.with_suffix(f".{os.getpid()}")
-        cbuild.shared_library(made, sources, "-Wshadow", "-O2")
+        cbuild.shared_library(made, SOURCES, "-Wshadow", "-O2")
         os.replace(made, path)          # another session may be at it as well
     return str(path)
 
 
 def choose():
-    """Make it the libibverbs of this process, and cuda_standin.c its libcuda, before kvio opens
-    one."""
+    """Make it the libibverbs of this process, before kvio opens one."""
     if why_not() is None:
-        os.environ[VARIABLE], os.environ[CUDA_VARIABLE] = build(), build("cuda", [CUDA_SOURCE])
+        os.environ[VARIABLE] = build()
         os.environ["KVIO_STANDIN"] = f"devices={NUM_DEVICES}"
 
 

@@ -1,12 +1,11 @@
-"""GPU memory with the verbs provider, on stand-ins for libcuda and libibverbs: registered by
-dma-buf or else by nvidia-peermem, moved without the CPU, and refused in words."""
+"""GPU memory with the verbs provider, on a fake libcuda and a stand-in for libibverbs: registered
+by dma-buf or else by nvidia-peermem, moved without the CPU, and refused in words."""
 import ctypes
 import errno
 import gc
 import os
 import weakref
 
-import ibverbs_standin as s
 import numpy as np
 import pytest
 
@@ -15,37 +14,34 @@ from kvio.layout import READ, WRITE
 from kvio.transfer import Access, Nic
 from nics import pattern, requests
 
-CONTEXT = 0xc0ffee
-
 
 class Gpu:
-    """Memory that the CPU cannot reach, in segments, and its bytes."""
+    """Memory that the CPU cannot reach, in segments one after another, and its bytes."""
 
-    def __init__(self, library, sizes, at=0, context=CONTEXT):
-        self.library, self.room = library, at + sum(sizes)
-        self.start = library.cuda_reserve(ctypes.c_uint64(self.room))
-        self.addr, self.fds, self.sizes = self.start + at, [], sizes
+    def __init__(self, fake, sizes, at=0, context=0):
+        self.fake, self.addr, self.places = fake, 0, []
+        place = self.addr = at + fake.cu.fake_cuda_reserve(ctypes.c_uint64(at + sum(sizes)))
         for size in sizes:
-            place = self.addr + sum(sizes[:len(self.fds)])
-            fd = library.cuda_segment(ctypes.c_uint64(place), ctypes.c_uint64(size),
-                                      ctypes.c_size_t(context))
-            self.fds.append((fd, place % 4096))
+            fake.cu.fake_cuda_segment(ctypes.c_uint64(place), ctypes.c_uint64(size),
+                                      ctypes.c_void_p(context))
+            self.places.append((place, size))
+            place += size
 
     def release(self):
-        self.library.cuda_release(ctypes.c_uint64(self.start), ctypes.c_uint64(self.room))
+        for place, _ in self.places:
+            self.fake.cu.fake_cuda_release(ctypes.c_uint64(place))
 
     @property
     def bytes(self):
-        return np.concatenate([np.frombuffer(os.pread(fd, size, skip), np.uint8)
-                               for (fd, skip), size in zip(self.fds, self.sizes)])
+        return np.concatenate([self.fake.bytes_at(*place) for place in self.places])
 
     def fill(self, data):
-        for (fd, skip), part in zip(self.fds, np.split(data, np.cumsum(self.sizes)[:-1])):
-            os.pwrite(fd, part.tobytes(), skip)
+        for place, size in self.places:
+            self.fake.bytes_at(place, size)[:] = data[place - self.addr:][:size]
 
     def tensor(self, start=0, stop=None, **more):
         """An object with `__cuda_array_interface__`."""
-        nbytes = (sum(self.sizes) if stop is None else stop) - start
+        nbytes = (sum(size for _, size in self.places) if stop is None else stop) - start
         return Tensor({"data": (self.addr + start, False), "shape": (nbytes,), "typestr": "|u1",
                        "strides": None, "version": 3} | more)
 
@@ -62,24 +58,22 @@ def exported():
 
 
 @pytest.fixture
-def gpu(standin):
-    """`gpu(sizes, ...)`: a `Gpu`; `gpu.driver(...)` says what the driver can do."""
-    library, made = ctypes.CDLL(os.environ[s.CUDA_VARIABLE]), []
-    library.cuda_reserve.restype = ctypes.c_uint64
+def gpu(standin, fake_cuda):
+    """`gpu(sizes, ...)`: a `Gpu` in a context that is not current."""
+    fake, made, before = fake_cuda, [], exported()
+    fake.do("cuInit", 0)                        # an application did
+    context = fake.new("cuDevicePrimaryCtxRetain", 0)
 
-    def gpu(*sizes, **options):
-        made.append(Gpu(library, sizes, **options))
+    def gpu(*sizes, mapped=False, **options):
+        made.append(Gpu(fake, sizes, context=0 if mapped else context, **options))
         return made[-1]
-    gpu.library = library
-    gpu.driver = lambda initialised=1, dma_buf=1, pcie=1: library.cuda_reset(initialised, dma_buf,
-                                                                            pcie)
-    gpu.driver()
+    gpu.exports = fake.exports
     yield gpu
-    assert library.cuda_depth() == 0            # contexts were left as they were found
+    assert fake.depth() == 0                    # contexts were left as they were found
     for each in made:
         each.release()
-    assert exported() == 0                      # nor is a dma-buf held open
-    gpu.driver(initialised=0)
+    assert exported() == before                 # nor is a dma-buf held open
+    fake.do("cuDevicePrimaryCtxRelease_v2", 0)
 
 
 def moves(pair, memory, region, offset=0):
@@ -103,7 +97,7 @@ def test_an_allocation_is_exported_once_for_all_rails_and_slices(standin, connec
     memory, before = gpu(200_000, at=at), standin.objects()
     region = pair.a.register(memory.tensor(start, stop))
     slices = -(-region.nbytes // 16384)
-    assert gpu.library.cuda_exports() == gpu.library.cuda_pcie_exports() == 1
+    assert gpu.exports() == (1, 1)
     assert standin.count("reg_dmabufs") == 3 * slices
     assert region.access == sum(Access) and region.array is None
     moves(pair, memory, region, start)
@@ -112,36 +106,37 @@ def test_an_allocation_is_exported_once_for_all_rails_and_slices(standin, connec
 
 
 @pytest.mark.parametrize("pcie", [1, 0])
-def test_the_mapping_by_pcie_is_asked_for_first(connect, gpu, pcie):
-    gpu.driver(pcie=pcie)
+def test_the_mapping_by_pcie_is_asked_for_first(connect, gpu, fake_cuda, pcie):
+    fake_cuda.set(pcie=pcie)
     pair, memory = connect(), gpu(65536)
     moves(pair, memory, pair.a.register(memory.tensor()))
-    assert (gpu.library.cuda_exports(), gpu.library.cuda_pcie_exports()) == (1, pcie)
+    assert gpu.exports() == (1, pcie)
 
 
 @pytest.mark.parametrize("start, stop, exports", [
     (0, None, 5), (0, 65536 * 2 + 5, 3), (65536, None, 4), (70000, 100000, 1)])
 def test_mapped_segments_are_exported_one_by_one(connect, gpu, start, stop, exports):
-    pair, memory = connect(), gpu(*[65536] * 5, context=0)
+    pair, memory = connect(), gpu(*[65536] * 5, mapped=True)
     region = pair.a.register(memory.tensor(start, stop))
-    assert gpu.library.cuda_exports() == exports
+    assert gpu.exports()[0] == exports
     moves(pair, memory, region, start)
 
 
 @pytest.mark.parametrize("sizes, start", [((65536,) * 3, 4096), ((65536, 32768, 65536), 0),
                                           ((32768, 65536), 0)])
 def test_segments_that_cannot_be_slices_are_refused(connect, gpu, sizes, start):
-    pair, memory = connect(), gpu(*sizes, context=0)
+    pair, memory = connect(), gpu(*sizes, mapped=True)
     with pytest.raises(TransferError, match="physical segments.*expandable_segments") as failure:
         pair.a.register(memory.tensor(start))
-    assert failure.value.errno == errno.EXDEV and gpu.library.cuda_exports() == 0
+    assert failure.value.errno == errno.EXDEV and gpu.exports() == (0, 0)
 
 
 @pytest.mark.parametrize("driver, nic", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("peermem", [1, 0])
 def test_without_dma_buf_it_is_peermem_and_without_both_they_are_named(standin, connect, gpu,
-                                                                      driver, nic, peermem):
-    gpu.driver(dma_buf=driver)
+                                                                      fake_cuda, driver, nic,
+                                                                      peermem):
+    fake_cuda.set(dma_buf=driver)
     standin.set(dmabuf=nic, peermem=peermem)
     pair, memory = connect(near="standin0,standin1"), gpu(65536)
     before = standin.objects()
@@ -167,13 +162,14 @@ def test_a_rail_that_refuses_the_dma_buf_leaves_nothing(standin, connect, gpu):
     moves(pair, memory, pair.a.register(memory.tensor()))
 
 
-def test_a_cuda_that_nobody_initialised_is_not_asked(standin, connect, gpu):
-    gpu.driver(initialised=0)
+def test_a_cuda_that_nobody_initialised_is_not_asked(standin, connect, gpu, fake_cuda):
+    fake_cuda.set(uninitialised=1)
     pair, memory = connect(), gpu(65536)
     with pytest.raises(TransferError):
         pair.a.register(memory.tensor())        # not the host's either
     pair.a.register(np.zeros(64, np.uint8))
-    assert gpu.library.cuda_exports() == 0 and standin.count("reg_dmabufs") == 0
+    assert gpu.exports() == (0, 0) and standin.count("reg_dmabufs") == 0
+    fake_cuda.set(uninitialised=0)
 
 
 def test_soft_nics_refuse_it(gpu):
