@@ -95,21 +95,6 @@ def test_only_hits_are_fetched_and_only_new_rows_are_written(fake, tmp_path, kin
     assert 0 not in seen["pe"] + seen["de"]
 
 
-def test_what_the_cpu_copies_for_itself_is_not_counted_as_kv(fake, tmp_path):
-    """Bytes at all ports are those on soft NICs (test_flows has them against the plans)."""
-    ports = {}
-
-    def look(cluster, served):
-        ports[cluster.config.device] = {
-            engine.name: [engine.nic.stats()[key] for key in
-                          ("tx_bytes", "rx_bytes", "work_requests", "doorbells")]
-            for engine in cluster.engines}
-
-    for where in None, DEVICE:
-        run("basic", tmp_path / str(where), config(device=where), look=look)
-    assert ports[DEVICE] == ports[None]
-
-
 # ---- that these bytes matter
 
 @pytest.mark.parametrize("kind", COMPUTES)
