@@ -13,6 +13,9 @@ the one interface users see. A handle is anything with
     succeeded() -> bool     all are 0; not needed where the transfer has a `finish`. An array made
                             of the status costs an `await` on cold caches as much as its waking
     stats() -> dict         nbytes, submitted_ns, completed_ns (CLOCK_MONOTONIC)
+    block_stream(handle)    only of GPUs' NICs: work that is put into this CUstream from now on
+                            starts after the batch. OSError: EAGAIN not all of it is posted, EIO
+                            some of it has failed, EXDEV the stream is another device's
     abandon()               it was never submitted and will not be: from now on it has drained
 
 A transfer is made before its handle is submitted; until then poll() says False.
@@ -34,7 +37,9 @@ import weakref
 import numpy as np
 
 from kvio import memory
-from kvio.errors import Closed, InvalidArgument, TransferError, TransferTimeout, errno_name
+from kvio.errors import (Busy, Closed, InvalidArgument, TransferError, TransferTimeout,
+                         errno_name)
+from kvio.spans import stream_handle
 
 __all__ = ["Transfer", "in_flight", "reap"]
 
@@ -92,7 +97,8 @@ class Transfer:
 
     @property
     def stats(self) -> dict:
-        """nbytes asked for, and when the batch was submitted and completed (monotonic ns)."""
+        """nbytes asked for, and when the batch was submitted and completed (monotonic ns); of a
+        GPU's NIC also `ways`, by which the bytes were copied ("loop", "batch", ...)."""
         return self._handle.stats()
 
     def when_drained(self, callback) -> None:
@@ -125,6 +131,43 @@ class Transfer:
             yield from _drained_in_loop(self._handle)
         return self._result()
 
+    def block_stream(self, stream) -> None:
+        """Work that is put into a GPU's stream from now on starts once this batch has drained; the
+        host does not wait. For transfers of `Nic.open("cuda:0")` and streams of that GPU (see
+        `spans.stream_handle`).
+
+        Busy: part of the batch is not yet posted (the queue was full). TransferError: something
+        of it has failed. InvalidArgument: another device's stream, or a transfer that no GPU's
+        NIC carries out. In each case the stream does not wait.
+        """
+        self._check_process()
+        number = stream_handle(stream)
+        block = getattr(self._handle, "block_stream", None)
+        try:
+            if block is None:
+                raise OSError(errno.EOPNOTSUPP, "no streams")
+            block(number)
+        except OSError as refused:
+            raise self._not_blocking(refused, stream) from None
+
+    def _not_blocking(self, refused, stream):
+        what = f"{self._what}: the stream does not wait for it: "
+        if refused.errno == errno.EOPNOTSUPP:
+            return InvalidArgument(what + "only what a GPU's NIC (Nic.open(\"cuda:0\")) moves can "
+                                   "be waited for by a stream; wait() or await it instead")
+        if refused.errno == errno.EXDEV:
+            return InvalidArgument(what + f"{stream!r} belongs to another GPU than the transfer's "
+                                   f"NIC ({self._handle.device}), or not to its primary context")
+        if refused.errno == errno.EAGAIN:
+            return Busy(what + "part of it is not yet posted, as the queue is full: wait() for it, "
+                        "or open the NIC with a larger queue_depth")
+        if refused.errno == errno.EIO and self._handle.poll():
+            self._drained()
+            bad = np.flatnonzero(self.status)
+            if len(bad):
+                return self._failed(self.status, bad)
+        return TransferError(refused.errno, what + "some of it has failed; wait() says what")
+
     def cancel(self) -> None:
         """Give up the elements that have not started (ECANCELED); return once drained."""
         self._check_process()
@@ -156,12 +199,14 @@ class Transfer:
             callback()
 
     def _failure(self, status):
-        bad, = status.nonzero()
+        raise self._failed(status, status.nonzero()[0])
+
+    def _failed(self, status, bad):
         first = int(bad[0])
         explain = getattr(self._handle, "explain", None)
         why = explain(first) if explain else errno_name(status[first])
-        raise TransferError(status[first], f"{self._what}: {len(bad)} of {len(status)} elements "
-                            f"failed, first element {first}: {why}", status)
+        return TransferError(status[first], f"{self._what}: {len(bad)} of {len(status)} elements "
+                             f"failed, first element {first}: {why}", status)
 
 
 def _seconds(timeout):

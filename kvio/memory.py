@@ -1,41 +1,54 @@
 """Regions and pools: who owns which bytes, and when they may be given to someone else.
 
-`Region` is a span of host memory whose owner is held for as long as the region lives (the buffer
-export makes resizing impossible). `BlockPool` hands out blocks of one region. A block that is
+`Region` is a span of memory, of the host or of a GPU, whose owner is held for as long as the region
+lives (the export of a host buffer makes resizing impossible). `BlockPool` and `LayerPool` hand out
+blocks of one region. A block that is
 freed while a transfer still touches it waits, out of everybody's reach, until that transfer has
 drained; then its epoch rises and it is free.
 """
 import os
 import threading
+import warnings
 import weakref
 
 import numpy as np
 
 from kvio._ext.block import BlockStates
-from kvio.errors import Busy, Closed, InvalidArgument, OutOfBlocks, checked_int
+from kvio.errors import Busy, Closed, InvalidArgument, KvioError, OutOfBlocks, checked_int
 from kvio.layout import PAGE, BlockLayout, Side, any_array
 from kvio.pages import (advise_huge, anonymous, bind_to_node, named_shm, release_shm,
                         sealed_memfd)
+from kvio.spans import DeviceView, fill, ordinal_of, span_of
 
 __all__ = ["BlockAllocator", "BlockPool", "LayerPool", "POISON", "Region", "has_twins"]
 
 POISON = 0xA5               # fills freed blocks, so that stale bytes cannot pass for KV
+DEVICE_ALIGN = 256          # of a device pool's start: what CUDA's allocators give
 
 
 class Region:
-    """A span of host memory: `addr`, `nbytes`, `writable`, and `array`, its uint8 view.
+    """A span of memory: `addr`, `nbytes`, `writable`, and `array`, its uint8 view, or None if it is
+    a GPU's; `device` is that ("cuda:0"), or None.
 
-    Takes whatever has the buffer protocol (numpy, bytearray, mmap, ctypes) or lends its host
-    memory by DLPack (a torch tensor on the CPU, pinned or not; of a type that numpy knows:
-    `tensor.view(torch.uint8)` for bfloat16), if it is C-contiguous.
+    Takes whatever has the buffer protocol (numpy, bytearray, mmap, ctypes), lends its host memory
+    by DLPack (a torch tensor on the CPU, pinned or not; of a type that numpy knows:
+    `tensor.view(torch.uint8)` for bfloat16), or says by `__cuda_array_interface__` or DLPack where
+    its GPU memory is; if it is C-contiguous.
     """
 
-    __slots__ = ("array", "owner", "addr", "nbytes", "writable", "__weakref__")
+    __slots__ = ("array", "owner", "addr", "nbytes", "writable", "_ordinal", "__weakref__")
 
     def __init__(self, memory, *, writable: bool = True):
-        if hasattr(memory, "__cuda_array_interface__"):
-            raise InvalidArgument("this is device memory; host regions take host buffers (GPU "
-                                  "memory is registered with a NIC)")
+        self._ordinal = None
+        span = span_of(memory)
+        if span is not None:
+            if writable and not span.writable:
+                raise InvalidArgument("this GPU memory is read-only; pass a writable tensor (for "
+                                      "JAX, whose arrays are not, take nic.device_memory and let "
+                                      "jax.dlpack.from_dlpack see it)")
+            self.array, self.owner, self.addr, self.nbytes = None, span, span.addr, span.nbytes
+            self.writable = span.writable and writable
+            return
         try:
             array = np.frombuffer(_lent(memory), np.uint8)
         except (ValueError, TypeError, BufferError, RuntimeError) as wrong:
@@ -51,6 +64,24 @@ class Region:
 
     def __repr__(self):
         return f"<{type(self).__name__} {self.nbytes} bytes at {self.addr:#x}>"
+
+    @property
+    def device(self) -> str | None:
+        """The GPU whose memory this is, "cuda:0"; None: the host's."""
+        return None if self.array is not None else f"cuda:{self.ordinal}"
+
+    @property
+    def ordinal(self) -> int:
+        """CUDA's number of that GPU. BackendUnavailable, InvalidArgument: nobody knows it."""
+        if self._ordinal is None:
+            self._ordinal = ordinal_of(self.owner)
+        return self._ordinal
+
+    def view(self):
+        """All bytes: uint8 `[nbytes]`, an array or a DeviceView."""
+        if self.array is not None:
+            return self.array
+        return DeviceView(self.addr, (self.nbytes,), None, self.ordinal, self)
 
 
 def _lent(memory):
@@ -190,6 +221,10 @@ class BlockPool(BlockAllocator):
     caller's, as `Region` takes it, that starts on a 4 KiB page: block i lies at
     `i * layout.stride`. `poison=True` fills blocks with 0xA5 when they are freed. `hugepages` and
     `numa_node` as in `kvio.pages.anonymous`.
+
+    Memory of a GPU (`pool.device` is "cuda:0") has to start at a multiple of 256 bytes. The CPU
+    does not see it: `full` and `layer` return a `DeviceView`, which other libraries take. NICs
+    move its blocks; a store does not.
     """
 
     def __init__(self, layout: BlockLayout, num_blocks: int, *, shared: bool = False,
@@ -219,12 +254,15 @@ class BlockPool(BlockAllocator):
         if self.region.nbytes < nbytes:
             raise InvalidArgument(f"{num_blocks} blocks need {nbytes} bytes, the memory has "
                                   f"{self.region.nbytes}")
-        if self.region.addr % PAGE:
-            raise InvalidArgument("the memory must start on a 4 KiB page, as an mmap does; without "
-                                  "memory= the pool makes its own")
-        self._rows = self.region.array[:nbytes].reshape(self.num_blocks, self.block_stride)
+        _check_start(self.region, PAGE)
+        self._rows = self.region.view()[:nbytes].reshape(self.num_blocks, self.block_stride)
         if poison:
-            self._rows[:] = POISON
+            _fill_all(self.region, self._rows)
+
+    @property
+    def device(self) -> str | None:
+        """The GPU whose memory this is, "cuda:0"; None: the host's."""
+        return self.region.device
 
     def side(self, key: int = 0) -> Side:
         """This pool as one end of a transfer; `key` is its region's key at the NIC."""
@@ -249,8 +287,12 @@ class BlockPool(BlockAllocator):
         return checked_int("block_id", block_id, 0, self.num_blocks - 1)
 
     def _clear(self, ids):
-        if self._poison:
+        if not self._poison:
+            return
+        if self.device is None:
             self._rows[ids] = POISON
+        else:
+            _fill_blocks(self.region, (0,), self.block_stride, ids)
 
     def close(self) -> None:
         super().close()
@@ -263,7 +305,7 @@ class BlockPool(BlockAllocator):
 
 class LayerPool(BlockAllocator):
     """`num_blocks` blocks kept layer by layer, as attention kernels want them in HBM: all Layer
-    Blocks of layer 0, then all of layer 1, ..."""
+    Blocks of layer 0, then all of layer 1, ... `memory` of a GPU: see `BlockPool`."""
 
     def __init__(self, layout: BlockLayout, num_blocks: int, *, memory=None, poison: bool = False):
         super().__init__(num_blocks)
@@ -276,16 +318,24 @@ class LayerPool(BlockAllocator):
         if self.region.nbytes < nbytes:
             raise InvalidArgument(f"{num_blocks} blocks need {nbytes} bytes, the memory has "
                                   f"{self.region.nbytes}")
-        self._rows = self.region.array[:nbytes].reshape(
+        _check_start(self.region, 1)
+        self._rows = self.region.view()[:nbytes].reshape(
             layout.num_layers, self.num_blocks, layout.block_tokens, -1)
         if poison:
-            self._rows[:] = POISON
+            _fill_all(self.region, self._rows)
+
+    @property
+    def device(self) -> str | None:
+        """The GPU whose memory this is, "cuda:0"; None: the host's."""
+        return self.region.device
 
     def side(self, key: int = 0) -> Side:
         """This pool as one end of a transfer; `key` is its region's key at the NIC."""
+        return Side(self.region.addr, self.block_stride, self._layer_offsets(), key)
+
+    def _layer_offsets(self):
         step = self.num_blocks * self.block_stride
-        return Side(self.region.addr, self.block_stride,
-                    tuple(layer * step for layer in range(self.layout.num_layers)), key)
+        return tuple(layer * step for layer in range(self.layout.num_layers))
 
     def layer(self, layer: int) -> np.ndarray:
         """A view of all Layer Blocks of a layer: uint8 `[num_blocks, block_tokens, bytes]`."""
@@ -296,8 +346,43 @@ class LayerPool(BlockAllocator):
         return self._rows[:, block_id, offset]
 
     def _clear(self, ids):
-        if self._poison:
+        if not self._poison:
+            return
+        if self.device is None:
             self._rows[:, ids] = POISON
+        else:
+            _fill_blocks(self.region, self._layer_offsets(), self.block_stride, ids)
+
+
+def _check_start(region, align):
+    if region.array is None and region.addr % DEVICE_ALIGN:
+        raise InvalidArgument(f"the memory of a pool on {region.device} must start at a multiple "
+                              f"of {DEVICE_ALIGN} bytes, as an allocation does; this is at "
+                              f"{region.addr:#x}")
+    if region.array is not None and region.addr % align:
+        raise InvalidArgument("the memory must start on a 4 KiB page, as an mmap does; without "
+                              "memory= the pool makes its own")
+
+
+def _fill_all(region, rows):
+    if region.array is None:
+        fill(region.ordinal, region.addr, POISON, rows.nbytes)
+    else:
+        rows[:] = POISON
+
+
+def _fill_blocks(region, offsets, stride, ids):
+    """Poison blocks in device memory, each of which has a piece at every one of these offsets. A
+    GPU that has failed keeps nobody from giving its blocks back."""
+    ids = np.sort(ids)
+    starts, lengths = _runs(ids)
+    try:
+        for offset in offsets:
+            for first, length in zip(ids[starts], lengths):
+                fill(region.ordinal, region.addr + offset + int(first) * stride, POISON,
+                     int(length) * stride)
+    except (KvioError, OSError) as failed:
+        warnings.warn(f"freed blocks could not be filled: {failed}", RuntimeWarning, stacklevel=3)
 
 
 def _checked(layout):
@@ -319,12 +404,17 @@ def _few(ids) -> str:
     return ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
 
 
+def _runs(ids: np.ndarray) -> tuple:
+    """Where runs of adjacent ids start in `ids` (sorted), and how long they are."""
+    starts = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
+    return starts, np.diff(starts, append=len(ids))
+
+
 def _choose(free: np.ndarray, count: int) -> np.ndarray:
     """`count` of the free ids (sorted): the smallest run that fits, else the longest runs."""
     if count == 0:
         return free[:0]
-    starts = np.flatnonzero(np.diff(free, prepend=-2) != 1)
-    lengths = np.diff(starts, append=len(free))
+    starts, lengths = _runs(free)
     fits = np.flatnonzero(lengths >= count)
     if len(fits):
         start = starts[fits[np.argmin(lengths[fits])]]

@@ -47,7 +47,7 @@ def test_read_only_memory_makes_a_read_only_region():
 def test_device_memory_is_named_as_such():
     class Device:
         __cuda_array_interface__ = {}
-    with pytest.raises(InvalidArgument, match="device memory"):
+    with pytest.raises(InvalidArgument, match="does not say where its GPU memory is"):
         Region(Device())
 
 

@@ -21,7 +21,7 @@ LAYERS = [
     {"errors"},
     {"_ext"},
     {"layout"},
-    {"pages"},
+    {"pages", "spans"},
     {"memory"},
     {"completion"},
     {"storage", "transfer"},

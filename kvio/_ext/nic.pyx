@@ -156,12 +156,13 @@ cdef class Nic:
             length = 4 * room
 
     def info(self) -> dict:
-        """What the provider says of its device; `rails` is a list. Soft: limits, and no rails."""
+        """What the provider says of its device; `rails` is a list. Others than verbs: limits
+        and no rails."""
         cdef kvio_nic_info c
         self._check_open()
         kvio_nic_look(self._nic, &c)
         limits = dict(max_sge=c.max_sge, max_sge_rd=c.max_sge_rd, max_msg_nbytes=c.max_msg_nbytes)
-        if self.fabric is not None:
+        if self.provider != "verbs":
             return limits | dict(rails=[])
         rails = [dict(device=r.device.decode(), netdev=r.netdev.decode(),
                       link_layer=r.link_layer.decode(), gid_type=r.gid_type.decode(),

@@ -134,6 +134,11 @@ cdef class Batch:
             stats["ways"] = [way for i, way in enumerate(COPY_WAYS) if self._info.ways >> i & 1]
         return stats
 
+    @property
+    def device(self) -> str:
+        """cuda: the GPU, "cuda:0"."""
+        return cuda_info(self.qp.nic)["device"]
+
     def block_stream(self, uint64_t stream):
         """cuda: what is put into this CUstream from now on starts after the batch; nobody waits
         here. EAGAIN: not all of it is posted; EIO: something of it has failed; EXDEV: the stream

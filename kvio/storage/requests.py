@@ -98,6 +98,10 @@ class Requests:
         if not isinstance(pool, BlockPool):         # others keep no Full Blocks to write over
             raise InvalidArgument("a store moves blocks of a BlockPool, not of a "
                                   f"{type(pool).__name__} object")
+        if pool.device is not None:
+            raise InvalidArgument(f"storage is read into host memory and written from it, and this "
+                                  f"pool lies on {pool.device}: move its blocks to or from a host "
+                                  f"pool by Nic.open(\"{pool.device}\")")
         if pool.layout != self._layout:
             raise LayoutMismatch(f"the pool holds blocks of {pool.layout}, the store those of "
                                  f"{self._layout}")

@@ -1,6 +1,7 @@
 """NICs: opening, registered memory, connections, figures."""
 import enum
 import errno
+import os
 import warnings
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from kvio import memory
 from kvio._ext import nic as _nic
 from kvio.errors import BackendUnavailable, Busy, Closed, InvalidArgument, TransferError
-from kvio.transfer import device, remote, verbs
+from kvio.transfer import cuda, remote, verbs
 from kvio.transfer.classes import COLLECTIVE, KV, TrafficClass, class_list
 from kvio.transfer.connection import MAX_AD_NBYTES
 from kvio.transfer.fabric import Fabric
@@ -36,9 +37,11 @@ class Region(memory.Region):
 class Nic:
     """A NIC. `Nic.open("soft")`; close it when nothing is in flight any more."""
 
-    def __init__(self, ext, fabric, name, bytes_per_s, mtu):
+    def __init__(self, ext, fabric, name, bytes_per_s, mtu, board=None):
         """Use `Nic.open`."""
         self._ext, self.fabric, self.name = ext, fabric, name
+        self._network = board or fabric     # where plain names are listened at; None: by sockets
+        self._pid = os.getpid()
         self.bytes_per_s, self.mtu = bytes_per_s, mtu
         self._peers: set[Peer] = set()
         self._listeners: list[Listener] = []
@@ -51,21 +54,32 @@ class Nic:
     def open(cls, device: str = "soft", *, name: str | None = None,
              fabric: Fabric | str | None = None, bytes_per_s: int = 0, mtu: int = 4096,
              queue_depth: int = 2048, max_sge: int = 16, clock: str | None = None,
-             gid_index: int | None = None, pd: int = 0, busy_poll: bool = False) -> "Nic":
-        """Open "soft", a NIC in software, or "verbs:HCA[:port][,HCA[:port]...]", an RDMA NIC (or
-        several, striped); "verbs" alone takes what KVIO_IB_HCA names, else the first active port.
+             gid_index: int | None = None, pd: int = 0, busy_poll: bool = False,
+             copy: str | None = None, max_sms: int | None = None) -> "Nic":
+        """Open "soft", a NIC in software, "verbs:HCA[:port][,HCA[:port]...]", an RDMA NIC (or
+        several, striped), or "cuda:N", the copy engines of a GPU; "verbs" alone takes what
+        KVIO_IB_HCA names, else the first active port, "cuda" alone "cuda:0".
 
         queue_depth: work requests per queue pair; a larger batch is fed in parts. max_sge bounds
         a work request's scatter-gather list. Soft: bytes_per_s is the link rate each way, 0 = as
         fast as memory; fabric: which network, or its name; clock: "virtual" or "monotonic" makes
         a network of its own. Verbs: gid_index (or KVIO_IB_GID_INDEX) instead of our choice; pd:
-        the address of an ibv_pd of another library in this process to work in; busy_poll: waiting
-        spins. BackendUnavailable names what a provider lacks on this machine.
+        the address of an ibv_pd of another library in this process to work in. Cuda: copy is how
+        bytes are moved: "auto" (the default: by sizes, as measured when the GPU is first opened),
+        "loop" (a call of the driver for each piece), "batch", "strided" or "kernel" (at most
+        max_sms SMs; 8). Verbs and cuda: busy_poll: waiting spins. BackendUnavailable names what a
+        provider lacks on this machine.
         """
         provider, _, instance = device.partition(":") if isinstance(device, str) else ("", "", "")
         if provider == "cuda":
-            raise BackendUnavailable(errno.ENOSYS, "provider 'cuda' is not part of this version "
-                                     "of kvio; use Nic.open(\"soft\") or \"verbs\"")
+            if fabric is not None or clock is not None or bytes_per_s or gid_index is not None \
+                    or pd or mtu != 4096:
+                raise InvalidArgument("fabric, clock, bytes_per_s, gid_index, pd and mtu belong to "
+                                      "soft and RDMA NICs; a GPU's has none of them")
+            return cuda.open_nic(cls, instance, name, queue_depth, max_sge, copy, max_sms,
+                                 busy_poll)
+        if copy is not None or max_sms is not None:
+            raise InvalidArgument("copy and max_sms belong to 'cuda'")
         if provider == "verbs":
             if fabric is not None or clock is not None or bytes_per_s:
                 raise InvalidArgument("fabric, clock and bytes_per_s belong to soft NICs; an RDMA "
@@ -73,9 +87,11 @@ class Nic:
             return verbs.open_nic(cls, instance, name, mtu, queue_depth, max_sge, gid_index, pd,
                                   busy_poll)
         if provider != "soft":
-            raise InvalidArgument(f"device must be 'soft' or 'verbs:...', not {device!r}")
+            raise InvalidArgument(f"device must be 'soft', 'verbs:...' or 'cuda:N', not "
+                                  f"{device!r}")
         if gid_index is not None or pd or busy_poll:
-            raise InvalidArgument("gid_index, pd and busy_poll belong to 'verbs'")
+            raise InvalidArgument("gid_index, pd and busy_poll belong to 'verbs' (busy_poll to "
+                                  "'cuda' too)")
         if fabric is not None and clock is not None:
             raise InvalidArgument("give a fabric or a clock, not both: a fabric has its clock")
         if not isinstance(fabric, Fabric):
@@ -99,15 +115,16 @@ class Nic:
 
     @property
     def provider(self) -> str:
-        """"soft" or "verbs"."""
+        """"soft", "verbs" or "cuda"."""
         return self._ext.provider
 
     # ---- memory
 
     def register(self, memory_or_pool, access: Access | int | None = None) -> Region:
         """Let the NIC and its peers use memory: a numpy array, a buffer, something with
-        `__array_interface__`, a `BlockPool` or a `memory.Region`; for verbs also a GPU's, of
+        `__array_interface__`, a pool or a `memory.Region`; for verbs and cuda also a GPU's, of
         which `__cuda_array_interface__` or DLPack gives the address (the CPU never touches it).
+        Cuda pins host memory that is not yet pinned, for as long as it is registered.
 
         `access` is by default all that the memory allows: remote reads, and local and remote
         writes unless it is read-only. The registration keeps the memory alive and in place.
@@ -125,9 +142,13 @@ class Nic:
                                   "pass a writable buffer")
         if region.access & Access.REMOTE_WRITE and not region.access & Access.LOCAL_WRITE:
             raise InvalidArgument("REMOTE_WRITE needs LOCAL_WRITE as well (a rule of verbs)")
+        if self.provider == "cuda" and region.array is None:
+            cuda.check_device(self, region)
         try:
             region.key = self._ext.reg(region, region.addr, region.nbytes, int(access))
         except OSError as failed:
+            if self.provider == "cuda" and len(self._ext.owners) < _nic.MAX_REGIONS:
+                raise cuda.not_registered(self, region, failed.errno) from None
             why = f"{self.name}: a NIC has at most {_nic.MAX_REGIONS} regions, and so many are " \
                 "there: register fewer and larger ones (a whole pool is one), or deregister some" \
                 if len(self._ext.owners) >= _nic.MAX_REGIONS else \
@@ -140,7 +161,7 @@ class Nic:
 
     def _check_description(self, region):
         """Peers can only be told of so much: refused here, and not where a peer connects."""
-        if self.provider == "soft" or not region.access & (Access.REMOTE_READ
+        if self.provider != "verbs" or not region.access & (Access.REMOTE_READ
                                                            | Access.REMOTE_WRITE):
             return
         nbytes = len(self._ext.describe(region.key))
@@ -152,21 +173,24 @@ class Nic:
                 "register it in parts, or with larger KVIO_IB_SLICE_BYTES")
 
     def _region_of(self, obj) -> Region:
-        span = None if isinstance(obj, memory.Region) else device.span_of(obj)
-        if span is not None:
-            if self.provider == "soft":
-                raise InvalidArgument("this is a GPU's memory, and a soft NIC copies with the CPU; "
-                                      "register it with a verbs NIC, or pass host memory")
-            region = Region.__new__(Region)
-            region.array, region.owner, region.addr, region.nbytes, region.writable = \
-                None, span, span.addr, span.nbytes, span.writable
-            return region
-        if isinstance(obj, memory.Region):
-            obj = obj.array if obj.writable else _read_only(obj.array)
-        elif not isinstance(obj, np.ndarray) and hasattr(obj, "__array_interface__"):
+        if not isinstance(obj, (memory.Region, np.ndarray)) and \
+                hasattr(obj, "__array_interface__"):
             obj = np.asarray(obj)
-        region = Region(obj, writable=False)
-        region.writable = bool(region.array.flags.writeable)
+        is_region = isinstance(obj, memory.Region)
+        if is_region and obj.array is not None:
+            obj, is_region = obj.array if obj.writable else _read_only(obj.array), False
+        if is_region:                           # of a GPU
+            region = Region.__new__(Region)
+            region.array, region.owner, region._ordinal = None, obj.owner, obj._ordinal
+            region.addr, region.nbytes, region.writable = obj.addr, obj.nbytes, obj.writable
+        else:
+            region = Region(obj, writable=False)
+            region.writable = region.owner.writable if region.array is None else \
+                bool(region.array.flags.writeable)
+        if region.array is None and self.provider == "soft":
+            raise InvalidArgument("this is a GPU's memory, and a soft NIC copies with the CPU; "
+                                  "register it with a verbs NIC or with that GPU's "
+                                  "(Nic.open(\"cuda:0\")), or pass host memory")
         return region
 
     def deregister(self, region: Region) -> None:
@@ -197,6 +221,18 @@ class Nic:
             raise
         self._going.discard(key)
 
+    def pinned(self, nbytes: int):
+        """Cuda: pinned host memory, a writable buffer (`spans.PinnedMemory`): what a host pool may
+        be made over. It is freed with its last reference. MappingFailed: there is not so much."""
+        self._check_open()
+        return cuda.memory_of(self, nbytes, True)
+
+    def device_memory(self, nbytes: int):
+        """Cuda: memory of the GPU (`spans.DeviceMemory`), for those who have no tensor of another
+        library. It is freed with its last reference. MappingFailed: there is not so much."""
+        self._check_open()
+        return cuda.memory_of(self, nbytes, False)
+
     # ---- connections
 
     def listen(self, address: str, classes=None, *, secret: bytes | str | None = None
@@ -205,18 +241,19 @@ class Nic:
 
         address: a name, for NICs of this process; "host:port" (verbs; loopback if the host is
         left out), or "unix:PATH" (soft, other processes of this host and user). secret (or
-        KVIO_SECRET_FILE): what a peer has to know; without one only loopback is served.
+        KVIO_SECRET_FILE): what a peer has to know; without one only loopback is served. A cuda
+        NIC has only names, of its own GPU.
         """
         self._check_open()
-        if self.fabric is None and classes is not None:
+        if self.provider == "verbs" and classes is not None:
             classes = verbs.by_operator(class_list(classes))
         if remote.is_remote(self, address):
             return remote.listen(self, address, classes, secret)
-        with self.fabric._lock:
-            if address in self.fabric._addresses:
+        with self._network._lock:
+            if address in self._network._addresses:
                 raise InvalidArgument(f"somebody listens at {address!r} already")
             listener = Listener(self, address, classes)
-            self.fabric._addresses[address] = listener
+            self._network._addresses[address] = listener
             self._listeners.append(listener)
         return listener
 
@@ -227,13 +264,15 @@ class Nic:
         `listen`; timeout: seconds for the whole handshake."""
         self._check_open()
         classes = class_list(classes)
-        if self.fabric is None:
+        if self.provider == "verbs":
             classes = verbs.by_operator(classes)
         if remote.is_remote(self, address):
             return remote.connect(self, address, classes, secret, timeout)
-        with self.fabric._lock:
-            listener = self.fabric._addresses.get(address)
+        with self._network._lock:
+            listener = self._network._addresses.get(address)
         if listener is None:
+            if self.provider == "cuda":
+                raise cuda.nobody_listens(self, address)
             raise TransferError(errno.ECONNREFUSED, f"{self.name}: nobody listens at {address!r} "
                                 "on this fabric; "
                                 + remote.what_is_missing(address, '"unix:PATH"'))
@@ -243,6 +282,8 @@ class Nic:
         here, there = Peer(self, listener.nic.name, classes), Peer(listener.nic, self.name, classes)
         here._other, there._other = there, here
         here._join()
+        if self.provider == "cuda":
+            here.dishonoured, there.dishonoured = map(cuda.dishonoured, (here, there))
         for nic, peer in (self, here), (listener.nic, there):
             nic._peers.add(peer)
             nic._classes.update((c.name, c) for c in classes)
@@ -262,7 +303,9 @@ class Nic:
     def stats(self) -> dict:
         """Plain data. Bytes and packets are counted where packets are copied: `tx_bytes` left
         through this port, `rx_bytes` came in. `by_vl` and `by_class` split them (two classes
-        with one sl are one to the port). `tx_busy_ns` and `rx_busy_ns` are link time."""
+        with one sl are one to the port). `tx_busy_ns` and `rx_busy_ns` are link time. Cuda:
+        `copies` says how often each way of copying was chosen (`segments`) and how many calls of
+        the driver, or descriptors of kernels, that took (`copies`)."""
         raw = self._ext.counters()
         tx, rx = raw.pop("tx_bytes"), raw.pop("rx_bytes")
         by_vl = {}                              # only a soft NIC knows how SLs map to VLs
@@ -272,17 +315,27 @@ class Nic:
             lane["rx_bytes"] += rx[sl]
         by_class = {c.name: {"tx_bytes": tx[c.sl], "rx_bytes": rx[c.sl]}
                     for c in self._classes.values()}
-        return {"provider": self.provider, "name": self.name, "bytes_per_s": self.bytes_per_s,
-                "mtu": self.mtu, "in_flight": self._ext.in_flight, **raw, "tx_bytes": sum(tx),
-                "rx_bytes": sum(rx), "by_vl": by_vl, "by_class": by_class}
+        found = {"provider": self.provider, "name": self.name, "bytes_per_s": self.bytes_per_s,
+                 "mtu": self.mtu, "in_flight": self._ext.in_flight, **raw, "tx_bytes": sum(tx),
+                 "rx_bytes": sum(rx), "by_vl": by_vl, "by_class": by_class}
+        if self.provider == "cuda" and not self._ext.closed:
+            found["copies"] = _nic.cuda_info(self._ext)["copies"]
+        return found
 
     def info(self) -> dict:
         """What the device says of itself, plain data: `rails` (device, port, GID and its index and
         type, link, MTU, ...), limits (`max_sge` of a WRITE, `max_sge_rd` of a READ,
         `max_msg_nbytes`, ...), and the addresses of the library's `pd` and `context`, for other
-        libraries in this process. A soft NIC has those three limits and no rails."""
+        libraries in this process. Soft and cuda NICs have those three limits and no rails; a cuda
+        one has `copy`: the GPU (`device`, `name`, `capability`, `num_sms`, `driver`), how it
+        copies (`copy`; `ways`, each None or why it is not there; `kernel_sms`), and what each way
+        costs between two kinds of memory, ns (`costs`; `measured`: or a rule of thumb)."""
         self._check_open()
-        return {"provider": self.provider, "name": self.name, **self._ext.info()}
+        found = {"provider": self.provider, "name": self.name, **self._ext.info()}
+        if self.provider == "cuda":
+            found["copy"] = _nic.cuda_info(self._ext)
+            del found["copy"]["copies"], found["copy"]["why"]
+        return found
 
     # ---- the end
 
@@ -335,6 +388,8 @@ class Nic:
     def _check_open(self):
         if self._ext.closed:
             raise Closed(f"NIC {self.name} is closed")
+        if self.provider == "cuda":
+            cuda.check_process(self)
 
 
 def _read_only(array):

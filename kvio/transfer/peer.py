@@ -7,6 +7,8 @@ from kvio._ext import nic as _nic
 from kvio.completion import Transfer
 from kvio.errors import Busy, Closed, InvalidArgument, TransferError
 from kvio.layout import READ, SGE_DTYPE, WR_DTYPE, WRITE
+from kvio.spans import stream_handle
+from kvio.transfer import cuda
 from kvio.transfer.classes import KV, TrafficClass, class_list
 
 _MASK = 2**64 - 1
@@ -30,9 +32,10 @@ class Listener:
 
     def close(self) -> None:
         """Answer no more; connections stay."""
-        with self.nic.fabric._lock:
-            if self.nic.fabric._addresses.get(self.address) is self:
-                del self.nic.fabric._addresses[self.address]
+        network = self.nic._network
+        with network._lock:
+            if network._addresses.get(self.address) is self:
+                del network._addresses[self.address]
         if self in self.nic._listeners:
             self.nic._listeners.remove(self)
 
@@ -66,6 +69,7 @@ class Peer:
         """Use `Nic.connect` or `Listener.accept`."""
         self.nic, self.remote_name, self.classes = nic, remote_name, classes
         self.listener, self._other = None, None     # the listener: of the passive end
+        self.dishonoured = ()                       # classes that a device does not set as asked
         self._qps = queue_pairs(nic, remote_name, classes) if qps is None else dict(qps)
         self._whats = {(op, name): f"{word} {qp.label}" for name, qp in self._qps.items()
                        for op, word in ((READ, "read,"), (WRITE, "write,"), (0, "post,"))}
@@ -73,8 +77,8 @@ class Peer:
     def __repr__(self):
         return f"<Peer {self.nic.name} -> {self.remote_name}, {'/'.join(self._qps) or 'closed'}>"
 
-    def read(self, descriptors, traffic_class: TrafficClass = KV, *, keep=(),
-             on_drain=None) -> Transfer:
+    def read(self, descriptors, traffic_class: TrafficClass = KV, *, keep=(), on_drain=None,
+             after=None) -> Transfer:
         """Read remote blocks into local ones: one doorbell, one completion.
 
         descriptors: an array of WR_DTYPE, or an object with `.wrs` and maybe `.sges`,
@@ -82,20 +86,22 @@ class Peer:
         long as the transfer; registered memory does anyway. `on_drain()` is called once no device
         touches the memory any more, also if posting fails. A NIC sees addresses, not blocks:
         who may free a pool's blocks meanwhile pins them, and unpins them in `on_drain`.
+        Cuda: nothing is copied before what is in the stream `after` now has run; see
+        `spans.stream_handle` for what a stream is.
         """
-        return self._post(READ, descriptors, None, traffic_class, keep, on_drain)
+        return self._post(READ, descriptors, None, traffic_class, keep, on_drain, after)
 
-    def write(self, descriptors, traffic_class: TrafficClass = KV, *, keep=(),
-              on_drain=None) -> Transfer:
+    def write(self, descriptors, traffic_class: TrafficClass = KV, *, keep=(), on_drain=None,
+              after=None) -> Transfer:
         """Write local blocks to remote ones; otherwise like `read`."""
-        return self._post(WRITE, descriptors, None, traffic_class, keep, on_drain)
+        return self._post(WRITE, descriptors, None, traffic_class, keep, on_drain, after)
 
-    def post(self, wrs, sges=None, traffic_class: TrafficClass = KV, *, keep=(),
-             on_drain=None) -> Transfer:
+    def post(self, wrs, sges=None, traffic_class: TrafficClass = KV, *, keep=(), on_drain=None,
+             after=None) -> Transfer:
         """Work requests with their own opcodes, and their scatter-gather entries (SGE_DTYPE)."""
-        return self._post(0, wrs, sges, traffic_class, keep, on_drain)
+        return self._post(0, wrs, sges, traffic_class, keep, on_drain, after)
 
-    def _post(self, opcode, descriptors, sges, traffic_class, keep, on_drain):
+    def _post(self, opcode, descriptors, sges, traffic_class, keep, on_drain, after):
         name = getattr(traffic_class, "name", None)
         handle = _nic.Batch()               # held before the device has it, whatever interrupts us
         transfer = Transfer(handle, self._whats.get((opcode, name), "post"), keep=keep,
@@ -110,7 +116,8 @@ class Peer:
                 raise InvalidArgument("sges must be a one-dimensional array of SGE_DTYPE")
             self._qps[name].post(wrs, sges, opcode,
                                  int(getattr(descriptors, "local_offset", 0)) & _MASK,
-                                 int(getattr(descriptors, "remote_offset", 0)) & _MASK, handle)
+                                 int(getattr(descriptors, "remote_offset", 0)) & _MASK, handle,
+                                 None if after is None else self._stream(after))
         except BaseException as wrong:
             if handle.submitted:            # interrupted, but under way: it ends by itself
                 raise
@@ -120,6 +127,13 @@ class Peer:
                 raise
             raise self._explain(wrong, opcode, traffic_class, descriptors) from None
         return transfer
+
+    def _stream(self, after):
+        if self.nic.provider != "cuda":
+            raise InvalidArgument(f"after= orders transfers behind a GPU's stream, and "
+                                  f"{self.nic.name} is a {self.nic.provider} NIC, which knows "
+                                  "none: synchronise the stream first, then post")
+        return stream_handle(after)
 
     def _explain(self, wrong, opcode, traffic_class, descriptors):
         if isinstance(wrong, InvalidArgument):
@@ -131,6 +145,8 @@ class Peer:
             return InvalidArgument(f"this peer has the traffic classes {', '.join(self._qps)}, "
                                    f"not {traffic_class!r}")
         if isinstance(wrong, OSError) and wrong.errno != errno.EINVAL:
+            if self.nic.provider == "cuda":
+                return cuda.not_posted(self, wrong.errno)
             return TransferError(wrong.errno, f"cannot post to {self.remote_name}")
         if not isinstance(wrong, OSError):
             return InvalidArgument(f"descriptors must be a contiguous array of WR_DTYPE: {wrong}")

@@ -13,7 +13,7 @@ import time
 import warnings
 
 from kvio.errors import Closed, InvalidArgument, KvioError, TransferError
-from kvio.transfer import addresses, handshake
+from kvio.transfer import addresses, cuda, handshake
 from kvio.transfer.connection import Connection
 from kvio.transfer.control import Control, keep_alive
 from kvio.transfer.frames import INITIATOR
@@ -26,9 +26,9 @@ FLUSH_S = 10.0              # and once its queue pairs are in error
 
 def is_remote(nic, address) -> bool:
     """Does this address lie outside of the fabric in this process?"""
-    if nic.fabric is not None and not isinstance(address, str):
+    if nic._network is not None and not isinstance(address, str):
         raise InvalidArgument(f"an address is a str, not {address!r}")
-    return nic.fabric is None or ":" in address
+    return nic._network is None or ":" in address
 
 
 def what_is_missing(address: str, form: str) -> str:
@@ -107,6 +107,8 @@ os.register_at_fork(after_in_child=_forget_lock)
 
 
 def _check_kind(nic, address):
+    if nic.provider == "cuda":
+        cuda.check_address(nic, address)
     is_unix = isinstance(address, str) and address.startswith("unix:")
     if nic.provider == "soft" and not is_unix:
         raise InvalidArgument(f"a soft NIC reaches other processes of this host by unix:PATH, not "
