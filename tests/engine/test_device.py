@@ -248,3 +248,13 @@ def test_a_device_that_is_not_there_opens_nothing(fake):
             pass
     with pytest.raises(BackendUnavailable, match="cuda:7"):
         asyncio.run(main())
+
+
+def test_two_clusters_share_a_device(fake):
+    async def main():
+        one, two = (Cluster(config(TIMED, device=DEVICE), "none", None, timed_compute)
+                    for _ in range(2))
+        async with one, two:
+            return [(await cluster.generate("a", range(40), 4)).generated for cluster in (one, two)]
+    first, second = asyncio.run(main())
+    assert first == second
