@@ -7,17 +7,19 @@
  *   cuda_api.h      the part of CUDA's driver interface that is used, by its documentation
  *   cuda_lib.c      libcuda, opened at run time, and its errors
  *   cuda_dev.c      a device: its primary context, pools of events and chunks, one lock
- *   cuda_mem.c      regions; memory of our own, pinned and on the device
+ *   cuda_mem.c      regions
+ *   cuda_alloc.c    memory of our own, pinned and on the device
  *   cuda_nic.c      NICs and queue pairs (one stream each)
  *   cuda_post.c     work requests: checked, then segments of one kind; errors in order
- *   cuda_poll.c     events, completions, sleeping, event loops, users' streams
+ *   cuda_poll.c     events, completions, sleeping, event loops
+ *   cuda_stream.c   users' streams
  *   cuda_plan.c     pieces that touch become one, pieces a stride apart a rectangle (pure)
  *   cuda_ways.c     carries a segment out in one of four ways
  *   cuda_choose.c   which way (pure); cuda_measure.c: what each costs on this machine
  *
  * Every call of the driver is made with the device's context current (`cuda_enter`) and, but for
- * opening and closing, with the domain's lock held. The driver never calls us with that lock: its
- * host function writes to an eventfd and does nothing else.
+ * opening and closing, with the domain's lock held; under it the list's lock of cuda_dev.c, never
+ * the other way round. The driver's host function writes to an eventfd and takes no lock.
  */
 #include "cuda_api.h"
 #include "kvio/gpu.h"
@@ -64,7 +66,8 @@ struct cuda_dev {
 	struct cuda_dev *next;
 	int ordinal;
 	int pid;			/* a forked child leaves the driver alone */
-	uint32_t refs;			/* under the list's lock */
+	uint32_t refs;			/* of the struct; under the list's lock, as is */
+	uint32_t users;			/* of the driver's objects: open NICs and memory */
 	CUdevice device;
 	CUcontext context;
 	struct cuda_failure dead;	/* the context's sticky error */
@@ -72,6 +75,10 @@ struct cuda_dev {
 	CUmodule module;
 	CUfunction kernel;		/* NULL: none */
 	bool maps_host_as_is;		/* registered memory has the same address on the device */
+	bool has_ways, has_ptx;		/* cuda_ways_open was called, and with a kernel */
+	bool tried_measuring;
+	int most_urgent, least_urgent;	/* priorities of streams */
+	struct cuda_pin *pins;		/* ascending, disjoint */
 
 	CUevent *events;		/* free ones */
 	uint32_t num_events, room_events;
@@ -85,10 +92,12 @@ struct cuda_dev {
 	size_t *sizes;
 
 	CUstream own;			/* for kvio_cuda_copy, _fill and measuring */
+	struct cuda_qp *busy;		/* with ops that are not finished */
 	int wake_fd;			/* eventfd: the driver's host function writes it */
 	int epoll_fd, timer_fd, kick_fd;	/* see cuda_poll.c */
-	uint32_t num_armed;		/* queue pairs whose next event will write wake_fd */
+	uint64_t timer_ns;		/* when timer_fd goes off; 0: it does not */
 	bool sleeping, kicked;
+	bool keeps_wake_fd;		/* a host function may still come */
 };
 
 struct cuda_nic {
@@ -97,21 +106,27 @@ struct cuda_nic {
 	uint32_t copy_way;		/* enum kvio_copy_way or KVIO_COPY_AUTO */
 	uint32_t max_sms;
 	bool busy_poll;
+	struct cuda_qp *moved;		/* with finished ops that are not reported */
 	struct kvio_counters counters;
 	uint64_t copies[KVIO_NUM_COPY_WAYS];
 	uint64_t segments[KVIO_NUM_COPY_WAYS];
+	char why[192];			/* see kvio_cuda_info */
 };
 
-/* What was handed to the stream by one post, or work requests that fail in their turn. */
+/* What was handed to the stream by one post, or work requests that fail in their turn. Until its
+ * event has passed nothing is said of it, and what it uses is not used again. */
 struct cuda_op {
-	CUevent event;			/* NULL: nothing was (all fail, or were empty) */
-	uint64_t wr_id;			/* of the first one that is to be reported */
-	uint32_t count;			/* completions to report: 1 (the last one) or all */
-	uint32_t status;		/* enum kvio_wc_status, of `wr_id`; later ones flush */
+	CUevent event;			/* NULL: nothing to wait for but the ops before it */
+	uint64_t wr_id;			/* of its first work request */
+	uint32_t count;			/* work requests: places in the queue that it takes */
+	uint32_t reported;		/* of them, passed over in silence or not */
+	uint32_t status;		/* enum kvio_wc_status of the first; later ones flush */
 	uint32_t ways;
-	uint32_t work_requests;		/* places in the queue that it takes */
-	bool every;			/* a completion for each of `count`, not only the last */
+	bool every;			/* each was to be signalled, */
+	bool last;			/* or its last one, or none */
+	bool unrecorded;		/* the event could not be recorded yet */
 	struct cuda_chunk *chunks;
+	uint64_t nbytes[2], copies[2];	/* handed to the stream: written, read */
 };
 
 struct cuda_qp {
@@ -121,17 +136,30 @@ struct cuda_qp {
 	struct cuda_qp *remote;
 	uint32_t qpn;
 	uint32_t state;			/* enum kvio_qp_state */
+	uint32_t taken;			/* places in the queue */
 	bool armed;			/* a host function waits for the first op's event */
-	struct cuda_op *ops;		/* a ring */
-	uint32_t mask, head, tail;
+	bool is_busy, is_moved;
+	struct cuda_qp *next_busy, *next_moved;
+	struct cuda_op *ops;		/* a ring: reported, head, finished, done, tail */
+	uint32_t mask, head, done, tail;
 	char why[192];
+};
+
+/* Host memory that is pinned in one piece: the driver takes no copy that crosses its ends. */
+struct cuda_pin {
+	struct cuda_pin *next;
+	uint64_t addr, end;		/* pages; of others' memory, as far as regions need it */
+	uint32_t regions;		/* that lie in it; one of kvio_cuda_alloc counts as one */
+	bool is_ours;			/* registered by us: to be unregistered with the last */
+	bool read_only;
 };
 
 /* `provider` of a region. */
 struct cuda_region {
 	bool is_device;
-	bool registered;		/* by us, with cuMemHostRegister */
-	uint64_t device_delta;		/* host memory: device address - host address */
+	bool in_parts;			/* over several pins, from `pin` on */
+	uint64_t span;			/* address of the pin, or of the device's allocation */
+	struct cuda_pin *pin;
 };
 
 static inline struct cuda_nic *cuda_nic_of(const struct cuda_qp *qp)
@@ -154,8 +182,15 @@ void cuda_explain(int ordinal, const struct cuda_failure *failure, char *why, si
 
 /* ---- cuda_dev.c ---- */
 
-int cuda_dev_get(int ordinal, const char *ptx, struct cuda_dev **out, char *why, size_t room);
+/* A device, opened with its first user. */
+int cuda_dev_get(int ordinal, struct cuda_dev **out, char *why, size_t room);
+/* One that is open and ours, or NULL. */
+struct cuda_dev *cuda_dev_find(int ordinal);
+/* A user goes: with the last one go the driver's objects. The struct, and its lock, which is held
+ * here, stay until cuda_dev_put. */
+void cuda_dev_leave(struct cuda_dev *dev);
 void cuda_dev_put(struct cuda_dev *dev);
+bool cuda_is_ours(const struct cuda_dev *dev);	/* not a forked parent's */
 /* The device's context, current until cuda_leave; whatever was current comes back. False: it
  * cannot be had (a forked child, a dead driver). */
 bool cuda_enter(struct cuda_dev *dev);
@@ -164,24 +199,48 @@ CUevent cuda_event_take(struct cuda_dev *dev);		/* NULL: out of memory */
 void cuda_event_give(struct cuda_dev *dev, CUevent event);
 /* Remembers a sticky error. Returns code. */
 int cuda_note(struct cuda_dev *dev, int code, const char *call);
+/* The same, with a text. As -errno. */
+int cuda_refuse(struct cuda_dev *dev, int code, const char *call, char *why, size_t room);
+/* -EIO, with a text, if the context is of no use any more. */
+int cuda_check_alive(struct cuda_dev *dev, char *why, size_t room);
 
 /* ---- cuda_mem.c ---- */
 
 int cuda_reg(struct kvio_nic *nic, struct kvio_region *region);
 int cuda_dereg(struct kvio_nic *nic, struct kvio_region *region);
+/* Which allocation or pin an address of the region lies in; *nbytes from there on may be less. */
+uint64_t cuda_span(const struct kvio_region *region, uint64_t addr, uint64_t *nbytes);
+/* Host memory that the driver has allocated for us, which is pinned. */
+void cuda_pin_add(struct cuda_dev *dev, uint64_t addr, uint64_t nbytes);
+void cuda_pin_remove(struct cuda_dev *dev, uint64_t addr);
+/* Is it a GPU's memory, and whose? -EINVAL: it is not. Sticky errors are in `failure`. */
+int cuda_ordinal_of(uint64_t addr, struct cuda_failure *failure);
 
 /* ---- cuda_post.c ---- */
 
 int cuda_post(struct kvio_qp *qp, const struct kvio_post *post);
 int cuda_cancel(struct kvio_qp *qp, uint64_t wr_id, uint32_t count);
+/* To the error state. `flush`: what the stream has, too; it is reported once the stream is done. */
+void cuda_fail(struct cuda_qp *qp, bool flush);
 
 /* ---- cuda_poll.c ---- */
 
+static inline struct cuda_op *cuda_op_at(const struct cuda_qp *qp, uint32_t at)
+{
+	return &qp->ops[at & qp->mask];
+}
+
+/* There is something to finish, for whoever sleeps. */
+void cuda_busy(struct cuda_qp *qp);
+void cuda_disarm(struct cuda_qp *qp);		/* it is going */
 int cuda_drive(struct kvio_nic *nic, uint64_t now_ns);
 int cuda_poll(struct kvio_nic *nic, struct kvio_wc *wc, uint32_t count);
 int cuda_sleep(struct kvio_nic *nic, uint64_t timeout_ns);
 int cuda_event_fd(struct kvio_nic *nic);
 int cuda_arm(struct kvio_nic *nic);
+
+/* ---- cuda_stream.c ---- */
+
 int cuda_after(struct kvio_qp *qp, uint64_t stream);
 int cuda_before(struct kvio_qp *qp, uint64_t wr_id, uint64_t stream);
 
