@@ -5,9 +5,10 @@ import os
 import sys
 
 import numpy as np
-import pytest
+from require import parts_used, required, skip_or_fail
 
 from kvio.memory import POISON
+from kvio.transfer import Nic
 
 DEVICE = "cuda:0"
 TRANSFER = os.path.join(os.path.dirname(__file__), "..", "transfer")
@@ -18,18 +19,20 @@ try:
 finally:
     sys.path.remove(TRANSFER)
 
+fake_cuda.choose()                      # before anything in this process opens libcuda
+
 
 @contextlib.contextmanager
-def opened():
-    """The fake's controls, while the device stays open: what copies cost is measured once."""
-    why = fake_cuda.why_not()
-    if why is not None:
-        pytest.skip(f"fake libcuda: {why}")
-    fake_cuda.choose()
-    from kvio.transfer import Nic
-    fake = fake_cuda.FakeCuda(fake_cuda.build())
+def opened(controls=True):
+    """The device, which stays open meanwhile, so that what copies cost is measured once: the fake's
+    controls. Without `controls` it may be the machine's own, and None."""
+    if fake_cuda.why_not() and (controls or not required("cuda")):
+        skip_or_fail("cuda-headers", fake_cuda.why_not())
+    parts_used["cuda-headers"] += 1
+    fake = None if required("cuda") else fake_cuda.FakeCuda(fake_cuda.build())
     with Nic.open(DEVICE, name="keeps the device open"):
-        fake.reset()
+        if fake is not None:
+            fake.reset()
         yield fake
 
 

@@ -61,7 +61,7 @@ def hbm(request):
     if request.param is None:
         yield None
     else:
-        with opened():
+        with opened(controls=False):
             yield DEVICE
 
 
