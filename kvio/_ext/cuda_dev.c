@@ -10,7 +10,6 @@
 #include "cuda_impl.h"
 
 #define EVENTS_AT_ONCE 256u
-#define BATCH_SINCE 12080
 
 static struct {
 	pthread_mutex_t lock;
@@ -107,21 +106,6 @@ void cuda_event_give(struct cuda_dev *dev, CUevent event)
 
 /* ---- opening ---- */
 
-static void describe_batch(struct cuda_dev *dev)
-{
-	struct kvio_cuda_info *info = &dev->info;
-	char *missing = info->missing[KVIO_COPY_BATCH];
-	size_t room = sizeof(info->missing[KVIO_COPY_BATCH]);
-
-	if (cuda.batch12 || cuda.batch13)
-		missing[0] = 0;
-	else if (info->driver_version >= BATCH_SINCE)
-		snprintf(missing, room, "this driver has no cuMemcpyBatchAsync");
-	else
-		snprintf(missing, room, "cuMemcpyBatchAsync needs CUDA 12.8; this driver has %d.%d",
-			 info->driver_version / 1000, info->driver_version % 1000 / 10);
-}
-
 static int look_at_device(struct cuda_dev *dev, char *why, size_t room)
 {
 	struct kvio_cuda_info *info = &dev->info;
@@ -151,7 +135,6 @@ static int look_at_device(struct cuda_dev *dev, char *why, size_t room)
 	info->capability = 10 * major + minor;
 	dev->maps_host_as_is = as_is != 0;
 	cuda.driver_version(&info->driver_version);
-	describe_batch(dev);
 	return 0;
 }
 

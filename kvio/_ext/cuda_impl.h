@@ -79,6 +79,7 @@ struct cuda_dev {
 	bool tried_measuring;
 	int most_urgent, least_urgent;	/* priorities of streams */
 	struct cuda_pin *pins;		/* ascending, disjoint */
+	uint64_t max_pitch;
 
 	CUevent *events;		/* free ones */
 	uint32_t num_events, room_events;
@@ -285,6 +286,20 @@ double cuda_predict_ns(const struct kvio_copy_cost *cost, uint32_t way,
 /* The rule where nothing was measured; `there` stays as it is. */
 void cuda_rule_of_thumb(struct kvio_copy_cost costs[KVIO_NUM_COPY_WAYS]);
 
+/* What is measured: `calls` pieces, or rectangles of `rows` rows (1: of the other ways). */
+struct cuda_sample {
+	uint32_t calls, rows;
+	uint64_t width;			/* bytes of a piece or row */
+};
+#define CUDA_NUM_SAMPLES 4u		/* the last one is of the strided way alone */
+extern const struct cuda_sample cuda_samples[CUDA_NUM_SAMPLES];		/* of pieces */
+extern const struct cuda_sample cuda_strided_samples[CUDA_NUM_SAMPLES];
+/* The cost that explains the time of each sample; nothing in it is below 0. `there`: true. */
+struct kvio_copy_cost cuda_cost_of(uint32_t way, const double ns[CUDA_NUM_SAMPLES]);
+/* The fewest SMs that reach 95 % of the best rate both ways: an index into ns[..][count], times of
+ * the same bytes. */
+uint32_t cuda_fewest(const double (*ns)[2], uint32_t count);
+
 /* ---- cuda_ways.c and cuda_measure.c ---- */
 
 /* One segment under way. */
@@ -295,6 +310,7 @@ struct cuda_carry {
 	uint32_t sms;			/* for the kernel */
 	struct cuda_chunk *chunks;	/* taken, to be given back once the stream has passed */
 	uint64_t copies[KVIO_NUM_COPY_WAYS];	/* calls, or descriptors */
+	uint32_t num_rects;		/* planned already, in dev->rects; 0: not yet */
 	struct cuda_failure failure;
 };
 
@@ -307,6 +323,9 @@ int cuda_submit(struct cuda_nic *nic, CUstream stream, uint32_t kind, struct cud
 /* The same by one way, of copies that are coalesced and not empty. Bits, or -1. */
 int cuda_carry_by(struct cuda_carry *carry, uint32_t way, struct cuda_copy *copies,
 		  uint32_t count);
+/* A way that the driver has refused is not taken again between these memories. */
+void cuda_rule_out(struct cuda_dev *dev, uint32_t kind, uint32_t way,
+		   const struct cuda_failure *failure);
 /* Chunks back to the device, in any order. */
 void cuda_chunks_give(struct cuda_dev *dev, struct cuda_chunk *chunks);
 /* Loads the kernel from PTX, makes the chunks, and fills info.missing and info.costs (by the rule

@@ -28,20 +28,14 @@ static int parse_ordinal(const struct kvio_nic_params *params, int *out)
 /* The kernel, once for the device. */
 static void open_ways(struct cuda_dev *dev, const char *ptx)
 {
-	char *missing = dev->info.missing[KVIO_COPY_KERNEL];
-
 	if (dev->has_ways && (dev->has_ptx || !ptx))
 		return;
 	if (dev->has_ways)
 		cuda_ways_close(dev);
 	dev->has_ways = true;
 	dev->has_ptx = ptx != NULL;
+	dev->info.missing[KVIO_COPY_KERNEL][0] = 0;
 	cuda_ways_open(dev, ptx);
-	if (dev->maps_host_as_is || !dev->kernel)
-		return;
-	dev->kernel = NULL;
-	snprintf(missing, sizeof(dev->info.missing[KVIO_COPY_KERNEL]),
-		 "registered host memory has another address on this GPU");
 }
 
 /* Everything that can be wrong with what was asked for. The lock is held. */
@@ -61,8 +55,6 @@ static int set_up(struct cuda_nic *nic, const struct kvio_nic_params *params)
 	if (!cuda_enter(dev))
 		return cuda_check_alive(dev, params->why, params->why_room);
 	open_ways(dev, params->ptx);
-	if (dev->info.kernel_sms == 0 || dev->info.kernel_sms > sms)
-		dev->info.kernel_sms = sms;
 	if (way == KVIO_COPY_AUTO && !dev->tried_measuring) {
 		dev->tried_measuring = true;
 		cuda_measure(dev, sms);

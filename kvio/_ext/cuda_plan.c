@@ -87,35 +87,42 @@ static inline struct cuda_rect rect_of(const struct cuda_copy *first, uint32_t r
 static inline bool is_step(struct stride step, struct stride pitch, uint64_t rows)
 {
 	return step.target % pitch.target == 0 && step.target / pitch.target >= rows &&
-	       step.source % pitch.source == 0 && step.source / pitch.source >= rows;
+	       step.source % pitch.source == 0 && step.source / pitch.source >= rows &&
+	       step.target <= INT64_MAX && step.source <= INT64_MAX;	/* it ascends */
 }
 
-/* `rows` pieces a pitch apart, and what follows: slices of a box, or a grid that can be cut either
- * way. How many rectangles; `*taken`: of the copies. */
-static uint32_t more_dimensions(const struct cuda_copy *copies, uint32_t count, uint32_t rows,
-				struct stride pitch, uint64_t max_pitch, struct cuda_rect *out,
-				uint32_t *taken)
+/* `rows` pieces a pitch apart, and what repeats them: slices of a box, or a grid, which is cut into
+ * the fewer rows. Either way all of it at once, so that nothing is compared twice. How many
+ * rectangles; `*taken`: of the copies. */
+static uint32_t add_rows(const struct cuda_copy *copies, uint32_t count, uint32_t rows,
+			 struct stride pitch, uint64_t max_pitch, struct cuda_rect *out,
+			 uint32_t *taken)
 {
-	struct stride step = between(&copies[0], &copies[rows]);
-	uint32_t slices = repeats(copies, count, rows, step) / rows;
+	struct stride step = { 0, 0 };
+	uint32_t slices = 1;
 
+	if (rows > 1 && rows < count) {
+		step = between(&copies[0], &copies[rows]);
+		slices = repeats(copies, count, rows, step) / rows;
+	}
+	*taken = rows * slices;
 	*out = rect_of(copies, rows, pitch);
-	*taken = rows;
 	if (slices == 1)
 		return 1;
 	if (is_step(step, pitch, rows)) {
 		out->slices = slices;
 		out->target_step = step.target;
 		out->source_step = step.source;
-		*taken = rows * slices;
 		return 1;
 	}
-	if (slices <= rows || !is_pitch(step, out->width, max_pitch))
-		return 1;		/* the next slice is a rectangle like this one */
-	for (uint32_t row = 0; row < rows; row++)
-		out[row] = rect_of(&copies[row], slices, step);
-	*taken = rows * slices;
-	return rows;
+	if (rows < slices && is_pitch(step, out->width, max_pitch)) {
+		for (uint32_t row = 0; row < rows; row++)
+			out[row] = rect_of(&copies[row], slices, step);
+		return rows;
+	}
+	for (uint32_t slice = 1; slice < slices; slice++)
+		out[slice] = rect_of(&copies[rows * slice], rows, pitch);
+	return slices;
 }
 
 uint32_t cuda_rects(const struct cuda_copy *copies, uint32_t count, uint64_t max_pitch,
@@ -125,23 +132,16 @@ uint32_t cuda_rects(const struct cuda_copy *copies, uint32_t count, uint64_t max
 
 	for (uint32_t at = 0; at < count; at += taken) {
 		const struct cuda_copy *first = &copies[at];
-		struct stride pitch = { first->nbytes, first->nbytes };
+		uint64_t width = first->nbytes;
+		struct stride lone = { width, width }, pitch = lone;
 		uint32_t left = count - at, rows = 1;
 
-		if (left > 1 && first[1].nbytes == first->nbytes) {
+		if (left > 1)
 			pitch = between(&first[0], &first[1]);
-			if (is_pitch(pitch, first->nbytes, max_pitch))
-				rows = repeats(first, left, 1, pitch);
-			else
-				pitch = (struct stride){ first->nbytes, first->nbytes };
-		}
-		if (rows > 1 && rows < left) {
-			made += more_dimensions(first, left, rows, pitch, max_pitch, &out[made],
-						&taken);
-			continue;
-		}
-		out[made++] = rect_of(first, rows, pitch);
-		taken = rows;
+		if (left > 1 && is_pitch(pitch, width, max_pitch))
+			rows = repeats(first, left, 1, pitch);
+		made += add_rows(first, left, rows, rows > 1 ? pitch : lone, max_pitch, &out[made],
+				 &taken);
 	}
 	return made;
 }

@@ -22,14 +22,9 @@
 static void give_back(struct cuda_dev *dev, struct cuda_op *op)
 {
 	cuda_event_give(dev, op->event);
+	cuda_chunks_give(dev, op->chunks);
 	op->event = NULL;
-	while (op->chunks) {
-		struct cuda_chunk *chunk = op->chunks;
-
-		op->chunks = chunk->next;
-		chunk->next = dev->chunks;
-		dev->chunks = chunk;
-	}
+	op->chunks = NULL;
 }
 
 /* READs are counted as the other end's sending, in its class. */

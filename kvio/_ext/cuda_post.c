@@ -94,17 +94,16 @@ static bool submit(struct work *work)
 {
 	struct cuda_nic *nic = work->nic;
 	uint32_t count = work->count, read = work->opcode == KVIO_OP_READ;
-	int way;
+	int ways;
 
 	work->count = 0;
 	if (count == 0)
 		return true;
-	way = cuda_submit(nic->dev, work->qp->stream, nic->copy_way, work->kind, nic->dev->copies,
-			  count, &work->op->chunks, nic->copies, &work->failure);
-	if (way < 0)
+	ways = cuda_submit(nic, work->qp->stream, work->kind, nic->dev->copies, count,
+			   &work->op->chunks, &work->failure);
+	if (ways < 0)
 		return false;
-	nic->segments[way]++;
-	work->op->ways |= 1u << way;
+	work->op->ways |= (uint32_t)ways;
 	work->op->nbytes[read] += work->nbytes;
 	work->op->copies[read] += count;
 	work->nbytes = 0;
