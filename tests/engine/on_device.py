@@ -11,7 +11,7 @@ from kvio.memory import POISON
 from kvio.transfer import Nic
 
 DEVICE = "cuda:0"
-TRANSFER = os.path.join(os.path.dirname(__file__), "..", "transfer")
+TRANSFER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "transfer")
 
 sys.path.insert(0, TRANSFER)
 try:

@@ -102,18 +102,18 @@ def test_only_hits_are_fetched_and_only_new_rows_are_written(fake, tmp_path, kin
 def test_one_flipped_byte_in_device_memory_is_seen(fake, tmp_path, kind, where):
     """The positive control: spoiled behind everybody's back, just before it is computed on."""
     make, layout = COMPUTES[kind]
-    flipped, errors = [], []
+    flipped, errors, width = [], [], layout.layer_bytes_per_token[0]
 
     class Spoils:
         def _prefill_layer(self, state, layer, slot):
             if where == "prefill" and state.num_hits and not flipped:
-                bytes_of(fake, slot._region)[slot._start + 1] ^= 0x40
+                bytes_of(fake, slot._region)[slot._start + slot.width - 1] ^= 0x40
                 flipped.append(layer)
             return super()._prefill_layer(state, layer, slot)
 
         def _begin_decode(self, sequence):
             if where == "decode" and sequence.request.num_hit_tokens and not flipped:
-                at = sequence.ids[0] * sequence.pool.block_stride + 1
+                at = sequence.ids[0] * sequence.pool.block_stride + width - 1
                 bytes_of(fake, sequence.pool.region)[at] ^= 0x40
                 flipped.append(at)
             return super()._begin_decode(sequence)
