@@ -5,10 +5,12 @@ out by itself (in a fixture that runs over all back ends, say). Without KVIO_REQ
 skipped; where KVIO_REQUIRE, a list like "uring,model", names the part, it fails.
 """
 import collections
+import contextlib
 import ctypes
 import functools
 import importlib.util
 import os
+import re
 import shutil
 import sysconfig
 
@@ -57,13 +59,21 @@ def _header(name, package):
     return probe
 
 
+CUDA_FOLDERS = ["nvidia/cu13/include", "nvidia/cuda_runtime/include"]     # of PyPI's packages
+
+
+@functools.cache
 def cuda_include(major):
-    """The folder of the cuda.h of CUDA 12 or 13, or None; KVIO_CUDA_INCLUDE: that of CUDA 13."""
-    below = {12: "nvidia/cuda_runtime/include", 13: "nvidia/cu13/include"}[major]
-    folder = os.path.join(sysconfig.get_path("purelib"), below)
-    if major == 13:
-        folder = os.environ.get("KVIO_CUDA_INCLUDE") or folder
-    return folder if os.path.exists(os.path.join(folder, "cuda.h")) else None
+    """The folder of a cuda.h of CUDA `major`, or None. Looked for in KVIO_CUDA_INCLUDE (folders
+    with ":" between), among this interpreter's packages, and where the toolkit puts it."""
+    folders = os.environ.get("KVIO_CUDA_INCLUDE", "").split(os.pathsep)
+    folders += [os.path.join(sysconfig.get_path("purelib"), each) for each in CUDA_FOLDERS]
+    for folder in [*folders, "/usr/local/cuda/include"]:
+        with contextlib.suppress(OSError), open(os.path.join(folder, "cuda.h")) as header:
+            version = re.search(r"^#define CUDA_VERSION (\d+)$", header.read(), re.M)
+            if version and int(version[1]) // 1000 == major:
+                return folder
+    return None
 
 
 def _cuda_headers():

@@ -185,21 +185,25 @@ class Cluster:
         nic = stack.enter_context(contextlib.closing(Nic.open(
             config.device or config.nic, name=name, fabric=self._fabric,
             bytes_per_s=config.cnic_bytes_per_s)))
-        nic.listen(name)
+        nic.listen(self._address(name))
         memory = HostHbm() if config.device is None else stack.enter_context(
-            contextlib.closing(DeviceHbm(config.device, name)))
+            contextlib.closing(DeviceHbm(config.device, self._address(name))))
         compute = stack.enter_context(contextlib.closing(self._make_compute()))
         if self._tracer is not None:
             compute = self._tracer.compute(compute, name)
         return {"ring": ring, "nic": nic, "memory": memory, "compute": compute,
                 "buffer_blocks": config.buffer_blocks}
 
+    def _address(self, name):
+        """Names on a GPU are those of the whole process, which may have other clusters."""
+        return name if self.config.device is None else f"{name} of {id(self):x}"
+
     def _connect(self):
         """Every NIC with every other, once each way: any node may lend its NIC, or push."""
         persist = self.config.persist_class
         classes = [self.config.kv_class, *([] if persist in (None, self.config.kv_class)
                                            else [persist])]
-        self._peers = {(a.name, b.name): a.nic.connect(b.name, classes=classes)
+        self._peers = {(a.name, b.name): a.nic.connect(self._address(b.name), classes=classes)
                        for a in self.engines for b in self.engines}
         self._max_sge = min(qp["max_sge"] for peer in self._peers.values()
                             for qp in peer.query().values())

@@ -105,12 +105,27 @@ def run(arguments) -> int:
     settings = list(_settings(arguments))       # refused now, and not after the real model
     nic, device = arguments.nic or "soft", arguments.device
     model = check_model(arguments.model or DEFAULT_MODEL)
-    report, parts = {}, _wanted_parts(arguments, model)
+    parts = _wanted_parts(arguments, model)
     _refuse_unused(arguments, parts)
     if device is not None:
         _refuse_beside_device(arguments, parts)
-    Nic.open(device or nic).close()
-    runs, tracer = _runs(arguments), _tracer(arguments, parts)
+    with Nic.open(device or nic):               # it is there; what copies cost is measured once
+        runs, tracer = _runs(arguments), _tracer(arguments, parts)
+        report = _report(arguments, parts, settings, runs, tracer, progress, model, nic)
+    report["tokens_equal"] = all(p["tokens_equal"] for p in _summaries(report))
+    report["ok"] = all(p["tokens_equal"] or p.get("only_ties", False)
+                       for p in _summaries(report)) and all(
+        f["kv_errors"] == f.get("collective_errors", 0) == 0 and f.get("hits_as_predicted", True)
+        for f in _modes(report))
+    if tracer is not None:
+        tracer.write(arguments.trace_out)
+    print(json.dumps(report, indent=2) if arguments.json else render(report))
+    return 0 if report["ok"] else 1
+
+
+def _report(arguments, parts, settings, runs, tracer, progress, model, nic):
+    """The figures of all parts."""
+    report, device = {}, arguments.device
     if "real" in parts:
         real = real_part(arguments.dir, arguments.exact, progress, model=model, nic=nic,
                          tracer=None if "timed" in parts else tracer, device=device)
@@ -126,15 +141,7 @@ def run(arguments) -> int:
     if "collectives" in parts:
         part = collectives_part(nic=nic, progress=progress)
         report["collectives"] = {**part.pop("modes"), "summary": part}
-    report["tokens_equal"] = all(p["tokens_equal"] for p in _summaries(report))
-    report["ok"] = all(p["tokens_equal"] or p.get("only_ties", False)
-                       for p in _summaries(report)) and all(
-        f["kv_errors"] == f.get("collective_errors", 0) == 0 and f.get("hits_as_predicted", True)
-        for f in _modes(report))
-    if tracer is not None:
-        tracer.write(arguments.trace_out)
-    print(json.dumps(report, indent=2) if arguments.json else render(report))
-    return 0 if report["ok"] else 1
+    return report
 
 
 def _wanted_parts(arguments, model):

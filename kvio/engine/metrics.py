@@ -84,7 +84,7 @@ def _hbm(cluster, nics):
     which is the CPU's, had copied beside that."""
     memories, segments = [engine.memory for engine in cluster.engines], Counter()
     for stats in nics.values():
-        segments.update({way: each["segments"] for way, each in stats["copies"].items()})
+        segments.update({way: each["segments"] for way, each in stats.get("copies", {}).items()})
     return {"device": cluster.config.device, "title": memories[0].title, "ways": dict(+segments),
             "fetched_bytes": sum(memory.fetched_nbytes for memory in memories),
             "written_bytes": sum(memory.written_nbytes for memory in memories)}
