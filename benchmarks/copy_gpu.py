@@ -62,6 +62,7 @@ class Gpu:
         self.driver.synchronize()
         for nic, _, _ in self._nics.values():
             nic.close()
+        self._nics.clear()
         del self.host, self.memory, self.pinned
         self.driver.close()
 
