@@ -133,16 +133,15 @@ HEAD = ["benchmark", "a", "b", "a ms", "b ms", "a GB/s", "b GB/s", "a CPU ms", "
 @pytest.fixture(scope="session")
 def copy_report(request):
     """Where bench_copy.py puts what it found: shown and written when the session ends."""
-    return request.config.stash.setdefault(COPIES, CopyReport())
+    report = CopyReport(request.config.getoption("--copy-table"))
+    request.config.stash[COPIES] = report
+    yield report
+    report.finish()
 
 
 def show_copies(terminalreporter, config):
-    report, path = config.stash.get(COPIES, None), config.getoption("--copy-table")
-    if report is None or not report.rows:
-        return
-    if path is not None:
-        report.write(path)
-    if path is not None or config.getoption("--benchmark-only"):
+    report = config.stash.get(COPIES, None)
+    if report is not None and report.rows and (report.path or config.getoption("--benchmark-only")):
         for line in ["", *report.lines()]:
             terminalreporter.write_line(line)
 

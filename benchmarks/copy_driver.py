@@ -10,6 +10,7 @@ import sysconfig
 import time
 from ctypes import byref, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
 
+import numpy as np
 from copy_case import address
 from copy_host import loops
 
@@ -39,7 +40,7 @@ class Driver:
         self("cuCtxSetCurrent", context)
         name = ctypes.create_string_buffer(128)
         self("cuDeviceGetName", name, c_int(128), device)
-        self._device, self.version = device, version.value
+        self._device, self.version, self._pinned = device, version.value, []
         self.is_fake = hasattr(self._library, "fake_cuda_reset")
         self.name = "a fake driver: no speed" if self.is_fake else \
             f"{name.value.decode()}, driver CUDA {self.version // 1000}.{self.version % 1000 // 10}"
@@ -90,11 +91,24 @@ class Driver:
         self("cuEventElapsedTime", byref(elapsed), self.begin, self.end)
         return elapsed.value / 1e3
 
+    def fill(self, target, value, nbytes):
+        """Memory of the device; not waited for."""
+        self("cuMemsetD8Async", c_uint64(target), ctypes.c_ubyte(value), c_size_t(nbytes),
+             self.stream)
+
+    def pinned(self, nbytes):
+        """Pinned memory of the host as an array, until `close`."""
+        at = self._made("cuMemHostAlloc", c_size_t(nbytes), c_uint(0))
+        self._pinned.append(at)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(at.value))
+
     def close(self):
         """Everything given back, whatever fails: the context may be dead."""
         for name, *arguments in (("cuStreamSynchronize", self.stream),
                                  ("cuEventDestroy", self.begin), ("cuEventDestroy", self.end),
-                                 ("cuStreamDestroy", self.stream), ("cuCtxSetCurrent", None),
+                                 ("cuStreamDestroy", self.stream),
+                                 *(("cuMemFreeHost", at) for at in self._pinned),
+                                 ("cuCtxSetCurrent", None),
                                  ("cuDevicePrimaryCtxRelease", self._device)):
             self.function(name)(*arguments)
 
@@ -232,7 +246,7 @@ class Cupy(LoopInPython):
 
     def prepare(self, places):
         self.places = places
-        self.call = importlib.import_module("cupy.cuda.runtime").memcpyAsync
+        self.call = importlib.import_module("cupy").cuda.runtime.memcpyAsync
 
     def copy_all(self):
         call, nbytes, kind, stream = \

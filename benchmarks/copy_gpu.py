@@ -13,6 +13,7 @@ from kvio.layout import READ, WR_DTYPE
 from kvio.transfer import KV, Nic
 
 CLEAR = 0xA5
+MAX_SMS = 8                             # of Nic.open
 PATIENCE = 60                           # seconds
 CEILING = "ceiling: one pinned copy"
 WAYS = ["loop", "batch", "strided", "kernel"]
@@ -20,27 +21,31 @@ WAYS = ["loop", "batch", "strided", "kernel"]
 
 class Gpu:
     """Device 0: pinned host memory and device memory for cases of up to `nbytes`, a NIC for each
-    way, and the driver without kvio. `close` gives all of it back."""
+    way, and the driver without kvio. `close` gives all of it back.
 
-    def __init__(self, nbytes, note):
+    The first NIC that chooses by itself measures the device, once; from then on the kernel takes no
+    more SMs than were found worth while. With first="loop" nothing is measured.
+    """
+
+    def __init__(self, nbytes, note, first="auto"):
         self.nbytes, self.note = nbytes, note
         self._nics = {}
-        automatic = Nic.open("cuda:0", name="copy-auto", queue_depth=8192)
+        nic = Nic.open("cuda:0", name=f"copy-{first}", queue_depth=8192, copy=first)
         try:
             self.driver = copy_driver.Driver()
             self.runtime = copy_driver.runtime(self.driver, note)
-            self.pinned = automatic.pinned(HOST_STRIDE * nbytes)
-            self.memory = automatic.device_memory(nbytes)
+            self.pinned = nic.pinned(HOST_STRIDE * nbytes)
+            self.memory = nic.device_memory(nbytes)
             self.host = np.frombuffer(self.pinned, np.uint8)
-            self.seen = np.empty(nbytes, np.uint8)      # for what was on the device
-            self._join("auto", automatic)
-            missing = automatic.info()["copy"]["ways"]
+            self.seen = self.driver.pinned(nbytes)      # for what is on the device
+            self._join(first, nic)
+            missing = nic.info()["copy"]["ways"]
             self.ways = [way for way in WAYS if missing[way] is None]
             for way in WAYS:
                 if missing[way] is not None:
                     note(f"kvio {way}", missing[way])
         except BaseException:
-            automatic.close(cancel=True)
+            nic.close(cancel=True)
             raise
 
     def _join(self, name, nic):
@@ -63,7 +68,7 @@ class Gpu:
         for nic, _, _ in self._nics.values():
             nic.close()
         self._nics.clear()
-        del self.host, self.memory, self.pinned
+        del self.host, self.seen, self.memory, self.pinned
         self.driver.close()
 
     def run(self, way):
@@ -115,13 +120,11 @@ class Ground:
         driver, nbytes = self.gpu.driver, self.case.nbytes
         seen = self.gpu.seen[:nbytes]
         if self.case.direction == "H2D":
-            seen[:] = CLEAR
-            driver.copy_now("H2D", self.at["device"], address(seen), nbytes)
+            driver.fill(self.at["device"], CLEAR, nbytes)
         else:
             self.host[:] = CLEAR
         self.gpu.run(way)
         if self.case.direction == "H2D":
-            seen[:] = 0
             driver.copy_now("D2H", address(seen), self.at["device"], nbytes)
         else:
             seen = self.host
@@ -143,7 +146,7 @@ class Kvio:
         self.wrs["lkey"], self.wrs["rkey"] = regions[to].key, regions[of].key
         self.wrs["local_addr"], self.wrs["remote_addr"] = pieces["target"], pieces["source"]
         self.name = f"kvio {way}" if max_sms is None else f"kvio {way}, at most {max_sms}{SWEEP}"
-        self.way, self.carried = way, ()
+        self.way, self.max_sms, self.carried = way, max_sms or MAX_SMS, ()
 
     def submit(self):
         start = time.perf_counter_ns()
@@ -160,7 +163,8 @@ class Kvio:
         """What carried it, where that is not plain, and on how many SMs."""
         note = "" if list(self.carried) == [self.way] else "by " + ", ".join(self.carried)
         if "kernel" in self.carried:
-            note += f" on {self.nic.info()['copy']['kernel_sms']} SMs"
+            worth_while = self.nic.info()["copy"]["kernel_sms"] or self.max_sms
+            note += f" on {min(worth_while, self.max_sms)} SMs"
         return note.strip()
 
 

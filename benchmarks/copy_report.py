@@ -106,10 +106,19 @@ def table(head, lines):
 
 
 class CopyReport:
-    """All that one session found."""
+    """All that one session found. With a path the tables so far are there at any time: a session
+    that is stopped loses nothing."""
 
-    def __init__(self):
-        self.rows, self.claims, self.notes = [], [], {}
+    def __init__(self, path=None):
+        self.path, self.rows, self.claims, self.notes = path, [], [], {}
+
+    def add(self, rows):
+        self.rows += rows
+        self._write_tables()
+
+    def claim(self, claim):
+        self.claims.append(claim)
+        self._write_tables()
 
     def note(self, name, why):
         """What could not be run, and why; each is told once."""
@@ -129,14 +138,18 @@ class CopyReport:
         lines += [f"{name}: {why}" for name, why in self.notes.items()]
         return lines
 
-    def write(self, path):
-        """The tables into `path`, the plot beside it where matplotlib is installed."""
-        path.write_text("\n".join(self.lines()) + "\n", encoding="utf-8")
-        try:
-            self.plot(path.with_suffix(".svg"))
-        except ImportError as missing:
-            path.write_text(path.read_text(encoding="utf-8") + f"\nno plot: {missing}\n",
-                            encoding="utf-8")
+    def finish(self):
+        """The plot, beside the tables, where matplotlib is installed."""
+        if self.path is not None and self.rows:
+            try:
+                self.plot(self.path.with_suffix(".svg"))
+            except ImportError as missing:
+                self.note("no plot", missing)
+            self._write_tables()
+
+    def _write_tables(self):
+        if self.path is not None:
+            self.path.write_text("\n".join(self.lines()) + "\n", encoding="utf-8")
 
     def plot(self, path):
         """GB/s and submission over the block size: of each size the largest count, one line a way;

@@ -53,17 +53,18 @@ def test_the_median_decides(wanted, measured, verdict):
 
 
 def test_the_report_is_a_table_for_each_machine_and_a_plot(tmp_path):
-    report = CopyReport()
+    report = CopyReport(tmp_path / "copy.md")
     for machine in "card A", "card B":
         for block in 4096, 8192:
             for name, seconds in ("ceiling: one", 1e-3), ("kvio auto", 2e-3):
-                report.rows += rows_of(machine, Case("D2H", block, 8), [Named(name, 8)],
-                                       {name: samples(seconds)}, name)
-    report.claims.append(Claim("a figure", (">=", 0.9), (0.7, 0.8, 0.95), "", 3))
+                report.add(rows_of(machine, Case("D2H", block, 8), [Named(name, 8)],
+                                   {name: samples(seconds)}, name))
+    report.claim(Claim("a figure", (">=", 0.9), (0.7, 0.8, 0.95), "", 3))
+    assert "a figure" in report.path.read_text()        # before the session is over
     report.note("torch", "not installed")
     report.note("torch", "said twice")
-    report.write(tmp_path / "copy.md")
-    text = (tmp_path / "copy.md").read_text()
+    report.finish()
+    text = report.path.read_text()
     assert text.count("Copies on card") == 2 and text.count("| 4 KiB × 8") == 4
     assert "| a figure | ≥ 0.9  | 0.800 [0.700, 0.950] | MISSED |" in text
     assert "torch: not installed" in text and "said twice" not in text

@@ -87,6 +87,16 @@ def test_a_forced_way_carries_the_blocks(gpu, way):
     assert list(forced.carried) == [way]
 
 
+def test_the_sweep_takes_as_many_sms_as_it_says(fake, notes):
+    gpu = copy_gpu.Gpu(NBYTES, notes.setdefault, first="loop")
+    ground = copy_gpu.Ground(gpu, CASES[0], seed=1)
+    for sms in 1, 2, 4, 8, 16:
+        kernel = copy_gpu.Kvio(gpu, ground, "kernel", sms)
+        ground.check(kernel)
+        assert fake.grid()[0] == sms and kernel.note() == f"on {sms} SMs"
+    gpu.close()
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("wrong", ["a byte of a block", "two blocks", "a byte between blocks",
                                    "nothing at all"])
