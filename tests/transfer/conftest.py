@@ -11,6 +11,7 @@ import uuid
 import fake_cuda as fakes
 import ibverbs_standin
 import pytest
+from cuda_app import App
 
 from kvio.errors import BackendUnavailable
 from kvio.transfer import COLLECTIVE, KV, Fabric, Nic
@@ -139,6 +140,14 @@ def on_device(fake, nic, data):
     memory = nic.device_memory(len(data))
     memory.write(0, data)
     return memory, fake.bytes_at(memory.addr, len(data))
+
+
+@pytest.fixture
+def app(fake_cuda):
+    """An application with device 0's primary context."""
+    app = App(fake_cuda)
+    yield app
+    app.close()
 
 
 @pytest.fixture(params=PROVIDERS)
