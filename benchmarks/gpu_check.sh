@@ -74,13 +74,13 @@ build() {
 
 tests() {
 	[ "$fake" = 1 ] || export KVIO_REQUIRE=cuda
-	"$python" -m pytest -p no:cacheprovider -p no:benchmark tests/transfer/test_cuda_real.py \
-		tests/transfer/test_contract.py -k 'cuda or gpu'
+	"$python" -m pytest -p no:cacheprovider -p no:benchmark -k 'cuda or gpu' \
+		tests/transfer/test_c{ontract,uda_real}*.py
 }
 
 # The tables are written when the session ends: it has to stop by itself before its time is over.
 bench() {
-	local options=(--benchmark-only --benchmark-json "$out/copy.json" --copy-seconds 45 -k gpu)
+	local options=(--benchmark-only --benchmark-json "$out/copy.json" --copy-seconds 55 -k gpu)
 	if [ "$fake" = 1 ]; then
 		options=(--benchmark-disable -k 'gpu and (must or sms or 4K)')
 	fi
