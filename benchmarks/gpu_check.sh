@@ -99,7 +99,6 @@ if [ "${1-}" = --step ]; then
 	bench) bench ;;
 	real) demo --only real --model seeded:4 >"$out/real.json" ;;
 	timed) demo --only timed --nodes 1P1D --turns 1 >"$out/timed.json" ;;
-	*) echo "there is no step $2" >&2; exit 2 ;;
 	esac
 	exit
 fi
@@ -107,16 +106,23 @@ fi
 # ---- all of them, each with its time
 
 most=235			# seconds for everything
+all='machine build tests bench real timed'
 begin=$EPOCHREALTIME
 steps=("${@:2}")
+for name in "${steps[@]}"; do
+	if [[ " $all " != *" $name "* ]]; then
+		echo "there is no step $name; there are $all" >&2
+		exit 2
+	fi
+done
 failed=0
 mkdir -p "$out"
 : >"$out/summary.txt"
 
 # Only the tests' fake driver has this function.
 fake=$("$python" -c 'import ctypes, os
-path = os.environ.get("KVIO_CUDA_LIBRARY")
-print(int(bool(path) and hasattr(ctypes.CDLL(path), "fake_cuda_reset")))')
+path = os.environ.get("KVIO_CUDA_LIBRARY", "")
+print(int(os.path.exists(path) and hasattr(ctypes.CDLL(path), "fake_cuda_reset")))')
 
 say() { tee -a "$out/summary.txt"; }
 since() { awk -v a="$1" -v b="$EPOCHREALTIME" 'BEGIN { printf "%.1f", b - a }'; }

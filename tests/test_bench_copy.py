@@ -77,7 +77,8 @@ def test_the_report_is_a_table_for_each_machine_and_a_plot(tmp_path):
 def test_a_plot_has_the_largest_count_of_each_size_and_no_sweep():
     report, case = CopyReport(), Case("H2D", 4096, 16)
     for each, name in ((case, "kvio auto"), (case.within(4096), "kvio auto"),
-                       (case, "kvio kernel, at most 2 SMs"), (case, "one (again)"), (Case("H2D", 4096, 64, "regular"), "w")):
+                       (case, "kvio kernel, at most 2 SMs"), (case, "one (again)"),
+                       (Case("H2D", 4096, 64, "regular"), "w")):
         report.rows += rows_of("m", each, [Named(name, 1)], {name: samples(1e-3)}, name)
     (key, rows), = report._curves().items()
     assert key == ("m", "H2D", "kvio auto") and [row.count for row in rows] == [16]

@@ -1,9 +1,10 @@
 """Copies in and out of a GPU's memory through the public interface alone: what gpu_check.sh runs on
-a GPU (KVIO_REQUIRE=cuda), with the streams and tensors of PyTorch and CuPy where they are installed.
-Elsewhere all but those run on the fake libcuda.
+a GPU (KVIO_REQUIRE=cuda), with the streams and tensors of PyTorch, CuPy and JAX where they are
+installed. Elsewhere all but those run on the fake libcuda.
 """
 import asyncio
 import importlib
+import mmap
 import os
 
 import numpy as np
@@ -124,8 +125,11 @@ def test_odd_places_and_lengths(open_nic, way, shift, length):
 
 
 def test_pageable_memory_is_pinned_while_it_is_registered(open_nic):
+    """Pages of its own: a synchronous copy may not begin in pinned memory and end outside of it."""
     nic = open_nic()
-    peer, device, mine = connected(nic), nic.device_memory(NBYTES), random_bytes(NBYTES, 4)
+    peer, device = connected(nic), nic.device_memory(NBYTES)
+    mine = np.frombuffer(mmap.mmap(-1, NBYTES), np.uint8)
+    mine[:] = random_bytes(NBYTES, 4)
     near, far = nic.register(device), nic.register(mine)
     peer.read(requests(READ, near, far, 0, 0, NBYTES)).wait(30)
     assert (np.asarray(device.read(0, NBYTES)) == mine).all()
