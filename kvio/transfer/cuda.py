@@ -110,7 +110,7 @@ def not_registered(nic, region, code):
     """The error for memory that the driver does not take."""
     why = _said(nic) or "the driver does not say why"
     text = f"{nic.name}: cannot register {region.nbytes} bytes at {region.addr:#x}: {why}"
-    if code in (errno.EINVAL, errno.EXDEV):
+    if code in (errno.EINVAL, errno.EXDEV, errno.EFAULT, errno.EACCES):
         return InvalidArgument(text)
     return TransferError(code, text)
 
