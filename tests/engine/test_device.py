@@ -38,6 +38,7 @@ def device():
 @pytest.fixture
 def fake(device):
     """Whatever a test has done, all it had of the driver is given back in the end."""
+    gc.collect()                            # what other tests have left
     device.reset()
     before = device.objects()
     yield device
@@ -258,3 +259,14 @@ def test_two_clusters_share_a_device(fake):
             return [(await cluster.generate("a", range(40), 4)).generated for cluster in (one, two)]
     first, second = asyncio.run(main())
     assert first == second
+
+
+def test_device_memory_goes_with_the_cluster_and_waits_for_no_garbage_collection(fake, tmp_path):
+    before = fake.objects()
+    gc.disable()
+    try:
+        run("dualpath", tmp_path, config(TIMED, policy=POLICIES["push"], device=DEVICE),
+            timed_compute)
+        assert fake.objects() == before
+    finally:
+        gc.enable()

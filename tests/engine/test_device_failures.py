@@ -32,6 +32,7 @@ def device():
 
 @pytest.fixture
 def fake(device):
+    gc.collect()                            # what other tests have left
     device.reset()
     before = device.objects()
     yield device
