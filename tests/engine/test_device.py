@@ -16,7 +16,7 @@ from kvio.engine.collectives import CollectiveSetting
 from kvio.engine.compute import TimedCompute
 from kvio.engine.trace import Tracer
 from kvio.engine.workload import run_sessions
-from kvio.errors import InvalidArgument
+from kvio.errors import BackendUnavailable, InvalidArgument, MappingFailed
 from kvio.memory import POISON
 from kvio.storage import BlockStore
 from kvio.transfer import Fabric
@@ -242,8 +242,6 @@ def test_modes_and_fabrics_that_do_not_go_with_a_device(tmp_path):
 
 
 def test_a_device_that_is_not_there_opens_nothing(fake):
-    from kvio.errors import BackendUnavailable
-
     async def main():
         async with Cluster(replace(config(TIMED), device="cuda:7"), "none", None, timed_compute):
             pass
@@ -270,3 +268,17 @@ def test_device_memory_goes_with_the_cluster_and_waits_for_no_garbage_collection
         assert fake.objects() == before
     finally:
         gc.enable()
+
+
+def test_a_device_without_the_memory_is_a_typed_error_and_keeps_nothing(fake):
+    async def main(**changes):
+        async with Cluster(config(TIMED, device=DEVICE, **changes), "none", None,
+                           timed_compute) as cluster:
+            return (await cluster.generate("a", range(40), 4)).finished
+
+    before = fake.objects()
+    with pytest.raises(MappingFailed, match="OUT_OF_MEMORY"):
+        asyncio.run(main(hbm_blocks=1 << 23))
+    gc.collect()
+    assert fake.objects() == before
+    assert asyncio.run(main())
