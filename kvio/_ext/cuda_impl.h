@@ -257,11 +257,12 @@ struct cuda_place {
  * order. How many are left. */
 uint32_t cuda_coalesce(struct cuda_copy *copies, uint32_t count);
 /* Rectangles that a scan from the left finds, as few as they can be written with, none with a
- * pitch above max_pitch; `out` has room for count. How many. Only ascending rows that do not
- * overlap make one, and only slices whose step is a multiple of the pitch, on both sides. Order
- * within a regular grid of pieces may change. No copy is empty. */
+ * pitch above max_pitch. How many; 0: more than `room`, which is seen early (with room for count
+ * there is always enough). Only ascending rows that do not overlap make one, and only slices
+ * whose step is a multiple of the pitch, on both sides. Order within a regular grid of pieces may
+ * change. No copy is empty. */
 uint32_t cuda_rects(const struct cuda_copy *copies, uint32_t count, uint64_t max_pitch,
-		    struct cuda_rect *out);
+		    struct cuda_rect *out, uint32_t room);
 /* Pieces of at most CUDA_PIECE_NBYTES from `place` on, which moves; at most `room` are written. */
 uint32_t cuda_split(const struct cuda_copy *copies, uint32_t count, struct cuda_place *place,
 		    struct cuda_copy *out, uint32_t room);

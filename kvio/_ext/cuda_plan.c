@@ -53,6 +53,14 @@ static inline bool is_equal(struct stride a, struct stride b)
 	return a.target == b.target && a.source == b.source;
 }
 
+/* No stride that is taken is so long that 16,384 of them go around the address space twice. */
+#define MAX_STEP (1ull << 48)
+
+static inline bool ascends(const struct cuda_copy *first, const struct cuda_copy *last)
+{
+	return last->target > first->target && last->source > first->source;
+}
+
 /* A descending stride is a huge one. */
 static inline bool is_pitch(struct stride stride, uint64_t width, uint64_t max_pitch)
 {
@@ -88,45 +96,45 @@ static inline bool is_step(struct stride step, struct stride pitch, uint64_t row
 {
 	return step.target % pitch.target == 0 && step.target / pitch.target >= rows &&
 	       step.source % pitch.source == 0 && step.source / pitch.source >= rows &&
-	       step.target <= INT64_MAX && step.source <= INT64_MAX;	/* it ascends */
+	       step.target <= MAX_STEP && step.source <= MAX_STEP;
 }
 
-/* `rows` pieces a pitch apart, and what repeats them: slices of a box, or a grid, which is cut into
- * the fewer rows. Either way all of it at once, so that nothing is compared twice. How many
- * rectangles; `*taken`: of the copies. */
-static uint32_t add_rows(const struct cuda_copy *copies, uint32_t count, uint32_t rows,
-			 struct stride pitch, uint64_t max_pitch, struct cuda_rect *out,
-			 uint32_t *taken)
+/* What repeats a row of `rows` pieces: slices of a box, or a grid, which is cut into the fewer
+ * rows. Either way all of it at once, so that nothing is compared twice. How many rectangles, of
+ * which no more than `room` are written; `*taken`: of the copies. */
+static uint32_t add_slices(const struct cuda_copy *copies, uint32_t slices, uint32_t rows,
+			   struct stride pitch, uint64_t max_pitch, struct cuda_rect *out,
+			   uint32_t room, uint32_t *taken)
 {
-	struct stride step = { 0, 0 };
-	uint32_t slices = 1;
+	struct stride step = between(&copies[0], &copies[rows]);
+	bool up = ascends(copies, &copies[*taken - 1]);
+	uint32_t made;
 
-	if (rows > 1 && rows < count) {
-		step = between(&copies[0], &copies[rows]);
-		slices = repeats(copies, count, rows, step) / rows;
-	}
-	*taken = rows * slices;
-	*out = rect_of(copies, rows, pitch);
-	if (slices == 1)
-		return 1;
-	if (is_step(step, pitch, rows)) {
+	if (up && is_step(step, pitch, rows)) {
+		*out = rect_of(copies, rows, pitch);
 		out->slices = slices;
 		out->target_step = step.target;
 		out->source_step = step.source;
 		return 1;
 	}
-	if (rows < slices && is_pitch(step, out->width, max_pitch)) {
-		for (uint32_t row = 0; row < rows; row++)
-			out[row] = rect_of(&copies[row], slices, step);
+	if (up && rows < slices && is_pitch(step, copies->nbytes, max_pitch)) {
+		for (made = 0; made < rows && made < room; made++)
+			out[made] = rect_of(&copies[made], slices, step);
 		return rows;
 	}
-	for (uint32_t slice = 1; slice < slices; slice++)
-		out[slice] = rect_of(&copies[rows * slice], rows, pitch);
-	return slices;
+	for (made = 0; made < slices && made < room; made++) {
+		const struct cuda_copy *first = &copies[rows * made];
+
+		if (!ascends(first, first + rows - 1))
+			break;
+		out[made] = rect_of(first, rows, pitch);
+	}
+	*taken = rows * made;
+	return made;
 }
 
 uint32_t cuda_rects(const struct cuda_copy *copies, uint32_t count, uint64_t max_pitch,
-		    struct cuda_rect *out)
+		    struct cuda_rect *out, uint32_t room)
 {
 	uint32_t made = 0, taken;
 
@@ -136,12 +144,24 @@ uint32_t cuda_rects(const struct cuda_copy *copies, uint32_t count, uint64_t max
 		struct stride lone = { width, width }, pitch = lone;
 		uint32_t left = count - at, rows = 1;
 
+		if (made == room)
+			return 0;
 		if (left > 1)
 			pitch = between(&first[0], &first[1]);
 		if (left > 1 && is_pitch(pitch, width, max_pitch))
 			rows = repeats(first, left, 1, pitch);
-		made += add_rows(first, left, rows, rows > 1 ? pitch : lone, max_pitch, &out[made],
-				 &taken);
+		if (!ascends(first, &first[rows - 1]))
+			rows = 1;
+		taken = rows;
+		if (rows > 1 && rows < left)
+			taken *= repeats(first, left, rows, between(first, &first[rows])) / rows;
+		if (taken == rows)
+			out[made++] = rect_of(first, rows, rows > 1 ? pitch : lone);
+		else
+			made += add_slices(first, taken / rows, rows, pitch, max_pitch,
+					   &out[made], room - made, &taken);
+		if (made > room)
+			return 0;
 	}
 	return made;
 }

@@ -171,7 +171,7 @@ static int by_rects(struct cuda_carry *carry, const struct cuda_copy *copies, ui
 	uint32_t made = carry->num_rects;
 
 	if (made == 0)
-		made = cuda_rects(copies, count, carry->dev->max_pitch, rects);
+		made = cuda_rects(copies, count, carry->dev->max_pitch, rects, count);
 	for (uint32_t i = 0; i < made; i++)
 		if (!copy_rect(carry, &rects[i]))
 			return -1;
@@ -261,15 +261,17 @@ static uint32_t cheapest(struct cuda_carry *carry, const struct cuda_copy *copie
 {
 	const struct kvio_copy_cost *costs = carry->dev->info.costs[carry->kind];
 	struct cuda_shape shape = {
-		.kind = carry->kind, .copies = count, .rects = count, .rows = count,
+		.kind = carry->kind, .copies = count, .rows = count,
 		.aligned = cuda_is_aligned(copies, count),
 	};
+	uint32_t room = count / 4 + 1;		/* more of them are no gain, and not looked for */
 
 	for (uint32_t i = 0; i < count; i++)
 		shape.nbytes += copies[i].nbytes;
 	if (costs[KVIO_COPY_STRIDED].there)
-		shape.rects = carry->num_rects =
-			cuda_rects(copies, count, carry->dev->max_pitch, carry->dev->rects);
+		carry->num_rects = cuda_rects(copies, count, carry->dev->max_pitch,
+					      carry->dev->rects, room);
+	shape.rects = carry->num_rects ? carry->num_rects : count;
 	return cuda_choose(costs, &shape);
 }
 

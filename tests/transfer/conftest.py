@@ -1,6 +1,8 @@
 """NICs for the tests: of every provider (`provider`), or soft ones in virtual time (`virtual`).
 
-"standin" is the provider verbs on the stand-in for libibverbs, wherever that can be built.
+"standin" is the provider verbs on the stand-in for libibverbs, wherever that can be built. "cuda"
+is on the fake libcuda unless KVIO_REQUIRE names it; "gpu" always is: there a pair's own memory is
+the GPU's, which the fake lets the tests see.
 """
 import gc
 import os
@@ -9,16 +11,18 @@ import uuid
 import fake_cuda as fakes
 import ibverbs_standin
 import pytest
+from cuda_app import App
 
 from kvio.errors import BackendUnavailable
 from kvio.transfer import COLLECTIVE, KV, Fabric, Nic
 from nics import Pair
 from require import parts_used, required, skip_or_fail
+from tensors import Gpu
 
 INSIDE = bool(os.environ.get("KVIO_LAB"))
 # shared: soft NICs as in different processes, each on a fabric of its own.
 DEVICES = {"soft": "soft", "shared": "soft", "verbs": "verbs:rxe0", "cuda": "cuda:0",
-           "standin": "verbs:standin0"}
+           "gpu": "cuda:0", "standin": "verbs:standin0"}
 # In the lab what "a" and "b" of a pair say to each other crosses a cable.
 FAR_ENDS = {"verbs": "verbs:rxe1"} if INSIDE else {}
 
@@ -31,6 +35,8 @@ def why_not(name):
     """Why this provider cannot run here, or None."""
     if name == "standin":
         return ibverbs_standin.why_not()
+    if name == "gpu" and fakes.why_not():
+        return fakes.why_not()
     try:
         Nic.open(DEVICES[name]).close()
     except BackendUnavailable as missing:
@@ -102,6 +108,48 @@ def fake_cuda(fake_cuda_library):
     fake.reset()
 
 
+@pytest.fixture
+def application(fake_cuda):
+    """`application(device=0)`: a `Gpu` of the fake. NICs that it opens are closed at the end."""
+    opened, made = [], []
+
+    def open_nic(device, **options):
+        opened.append(Nic.open(device, **options))
+        return opened[-1]
+
+    def application(device=0):
+        made.append(Gpu(fake_cuda, open_nic, device))
+        return made[-1]
+    yield application
+    fake_cuda.hold(held=False)
+    for nic in opened:
+        nic.close(cancel=True)
+    gc.collect()
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def gpu(application):
+    """The application on the first GPU."""
+    return application()
+
+
+def on_device(fake, nic, data):
+    """Memory of the GPU with these bytes, and an array that shares them."""
+    memory = nic.device_memory(len(data))
+    memory.write(0, data)
+    return memory, fake.bytes_at(memory.addr, len(data))
+
+
+@pytest.fixture
+def app(fake_cuda):
+    """An application with device 0's primary context."""
+    app = App(fake_cuda)
+    yield app
+    app.close()
+
+
 @pytest.fixture(params=PROVIDERS)
 def provider(request, tmp_path):
     """Opens NICs of one provider; closes them at the end."""
@@ -119,6 +167,10 @@ def provider(request, tmp_path):
         return opened[-1]
     if name == "standin":
         request.getfixturevalue("standin")
+    elif DEVICES[name] == "cuda:0" and not fakes.why_not():
+        fake = request.getfixturevalue("fake_cuda")
+        if name == "gpu":
+            open_nic.on_device = lambda nic, data: on_device(fake, nic, data)
     elif DEVICES[name] != "soft":
         if why_not(name):
             skip_or_fail(name, why_not(name))

@@ -9,7 +9,8 @@
  *   fake_cuda_context.c  the driver, its devices and contexts; what GetProcAddress says
  *   fake_cuda_memory.c   memory of devices, pinned, registered
  *   fake_cuda_segment.c  device memory at addresses that a test chooses; dma-bufs
- *   fake_cuda_stream.c   streams and their threads, events, host functions
+ *   fake_cuda_stream.c   streams and their threads, host functions
+ *   fake_cuda_event.c    events
  *   fake_cuda_copy.c     copies of one, two and three dimensions, and batches
  *   fake_cuda_kernel.c   modules; runs the copy kernel's own source on the CPU
  *
@@ -101,6 +102,7 @@
 	X(cuStreamQuery, cuStreamQuery, 2000) \
 	X(cuStreamWaitEvent, cuStreamWaitEvent, 3020) \
 	X(cuStreamGetCtx, cuStreamGetCtx, 9020) \
+	X(cuStreamGetCtx, cuStreamGetCtx_v2, 12050) \
 	X(cuStreamGetPriority, cuStreamGetPriority, 5050) \
 	X(cuEventCreate, cuEventCreate, 2000) \
 	X(cuEventDestroy, cuEventDestroy_v2, 4000) \
@@ -108,6 +110,7 @@
 	X(cuEventQuery, cuEventQuery, 2000) \
 	X(cuEventSynchronize, cuEventSynchronize, 2000) \
 	X(cuEventElapsedTime, cuEventElapsedTime, 2000) \
+	X(cuEventElapsedTime, cuEventElapsedTime_v2, 12080) \
 	X(cuLaunchHostFunc, cuLaunchHostFunc, 10000) \
 	X(cuMemcpy, cuMemcpy, 4000) \
 	X(cuMemcpyHtoD, cuMemcpyHtoD_v2, 3020) \
@@ -177,6 +180,7 @@ struct record {
 };
 
 struct CUevent_st {
+	CUevent next;
 	CUcontext context;		/* NULL: not in use */
 	struct record *record;		/* the most recent; NULL: never recorded */
 	unsigned int flags;
@@ -266,7 +270,7 @@ uint64_t num_memories(enum memory_kind kind);
 void memory_of_context_died(CUcontext context);
 /* Address space of devices, with a page behind it that belongs to nobody; 0: there is no more. */
 uint64_t take_addresses(uint64_t nbytes);
-struct memory *memory_in_page(uint64_t addr);	/* a device's, which begins in this page or before */
+struct memory *memory_in_page(uint64_t addr);	/* a device's, by its pages */
 void memory_segment(uint64_t addr, uint64_t nbytes, CUcontext context);
 void memory_segment_release(uint64_t addr);
 
@@ -283,10 +287,17 @@ void op_free(struct op *op);
 void stream_add(CUstream stream, struct op *op);
 CUresult stream_finish(CUstream stream);	/* waits until all that was queued is done */
 uint64_t num_streams(void);
-uint64_t num_events(void);
 void streams_of_context_died(CUcontext context);
 CUresult context_finish(CUcontext context);
 void streams_wake(void);
+
+/* ---- fake_cuda_event.c ---- */
+
+struct record *record_new(void);
+struct record *record_get(struct record *record);
+void record_put(struct record *record);		/* NULL is fine */
+uint64_t num_events(void);
+void events_of_context_died(CUcontext context);
 
 /* ---- fake_cuda_copy.c ---- */
 

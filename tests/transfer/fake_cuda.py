@@ -16,7 +16,8 @@ from require import PARTS, cuda_include, required
 
 HERE = Path(__file__).parent
 SOURCES = [HERE / f"fake_cuda{part}.c"
-           for part in ("", "_context", "_memory", "_segment", "_stream", "_copy", "_kernel")]
+           for part in ("", "_context", "_memory", "_segment", "_stream", "_event", "_copy",
+                        "_kernel")]
 OTHERS = [HERE / "fake_cuda.h", HERE.parents[1] / "kvio" / "_ext" / "copy_kernel.cu"]
 FOLDER = HERE.parents[1] / "build" / "standin"
 VARIABLE = "KVIO_CUDA_LIBRARY"

@@ -2,6 +2,7 @@
 /* The fake driver itself, its devices, contexts, and what cuGetProcAddress says. */
 #include "fake_cuda.h"
 
+#include <cudaTypedefs.h>
 #include <stdio.h>
 
 #define MAX_DEPTH 16
@@ -108,6 +109,12 @@ CUresult cuGetErrorString(CUresult code, const char **out)
 	*out = rc ? NULL : errors[row].text;
 	return rc;
 }
+
+/* That a function is the one that this version of CUDA brought, CUDA's own list says. */
+#define SYMBOL_CHECK(name, exported, version) \
+	_Static_assert(__builtin_types_compatible_p(typeof(&exported), PFN_##name##_v##version), \
+		       #exported);
+FUNCTIONS(SYMBOL_CHECK)
 
 static const struct { const char *name; void *address; uint64_t version; } symbols[] = {
 #define SYMBOL_ROW(name, exported, version) { #name, (void *)exported, version },
@@ -247,6 +254,7 @@ static void context_put(CUcontext context)
 	if (context->is_primary)
 		devices[context->device].primary = NULL;
 	streams_of_context_died(context);
+	events_of_context_died(context);
 	memory_of_context_died(context);
 	modules_of_context_died(context);
 }

@@ -99,7 +99,7 @@ static void memory_free(struct memory *memory)
 {
 	if (memory->kind == DEVICE_MEMORY && !memory->is_segment)
 		devices[memory->device].used -= memory->nbytes;
-	if (memory->uses)
+	if (memory->uses && !(memory->context && memory->context->sticky))
 		violation("%s memory at %#llx was freed while a queued copy uses it",
 			  memory->kind == DEVICE_MEMORY ? "device" : memory->kind == PINNED ?
 			  "pinned" : "registered", (unsigned long long)memory->addr);
@@ -114,8 +114,9 @@ void memory_of_context_died(CUcontext context)
 		next = each->next;
 		if (each->context != context || each->is_gone)
 			continue;
-		violation("a context was destroyed with memory at %#llx in it",
-			  (unsigned long long)each->addr);
+		if (!context->sticky)
+			violation("a context was destroyed with memory at %#llx in it",
+				  (unsigned long long)each->addr);
 		memory_free(each);
 	}
 }

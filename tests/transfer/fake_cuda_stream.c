@@ -1,17 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The fake's streams, each with a thread that runs its queue in order, and events. What the default
- * streams add to that order is made of hidden records and waits.
+ * The fake's streams, each with a thread that runs its queue in order. What the default streams add
+ * to that order is made of hidden records and waits.
  */
 #include "fake_cuda.h"
-
-#include <stdio.h>
 
 __thread bool in_host_function;
 
 static CUstream streams;		/* also those that are destroyed: a handle stays one */
 static bool all_held;
-static uint64_t last_id, events_used;
+static uint64_t last_id;
 
 static bool is_gone(CUstream stream)
 {
@@ -25,35 +23,6 @@ uint64_t num_streams(void)
 	for (CUstream each = streams; each; each = each->next)
 		count += !each->is_default && !is_gone(each);
 	return count;
-}
-
-uint64_t num_events(void)
-{
-	return events_used;
-}
-
-/* ---- records: what an event was at one time ---- */
-
-static struct record *record_new(void)
-{
-	struct record *record = calloc(1, sizeof(*record));
-
-	if (!record)
-		die("no memory for a record");
-	record->refs = 1;
-	return record;
-}
-
-static struct record *record_get(struct record *record)
-{
-	record->refs++;
-	return record;
-}
-
-static void record_put(struct record *record)
-{
-	if (record && --record->refs == 0)
-		free(record);
 }
 
 /* ---- ops ---- */
@@ -198,14 +167,21 @@ static void wait_for(CUstream stream, CUstream other)
 	enqueue(stream, wait);
 }
 
+/* A copy of memory that may be paged out is one the caller has to wait for, at once. */
+static void check_pageable(CUstream stream)
+{
+	if (stream->pageable && !stream->context->sticky)
+		violation("stream %llu: a copy of pageable memory was not synchronised",
+			  (unsigned long long)stream->id);
+}
+
 /* The legacy default stream waits for the blocking ones, and they for it. */
 void stream_add(CUstream stream, struct op *op)
 {
 	CUcontext context = stream->context;
 
-	if (stream->pageable && op->kind != COPY)
-		violation("stream %llu: a copy of pageable memory was not synchronised",
-			  (unsigned long long)stream->id);
+	if (op->kind != COPY)
+		check_pageable(stream);
 	if (stream == context->legacy) {
 		for (CUstream each = streams; each; each = each->next)
 			if (each->context == context && !each->gone &&
@@ -292,9 +268,7 @@ CUresult context_finish(CUcontext context)
 
 static void stream_close(CUstream stream)
 {
-	if (stream->pageable)
-		violation("stream %llu: a copy of pageable memory was not synchronised",
-			  (unsigned long long)stream->id);
+	check_pageable(stream);
 	stream->closing = true;
 	if (!stream->has_thread)
 		stream->gone = true;
@@ -311,7 +285,7 @@ void streams_of_context_died(CUcontext context)
 		left += !each->is_default;
 		stream_close(each);
 	}
-	if (left)
+	if (left && !context->sticky)
 		violation("a context was destroyed with %u streams in it", left);
 }
 
@@ -374,6 +348,15 @@ CUresult cuStreamGetCtx(CUstream stream, CUcontext *out)
 	return leave(stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE);
 }
 
+CUresult cuStreamGetCtx_v2(CUstream stream, CUcontext *out, CUgreenCtx *green)
+{
+	ENTER(cuStreamGetCtx_v2, CONTEXT, stream, 0, 0);
+	stream = stream_of(stream);
+	*out = stream ? stream->context : NULL;
+	*green = NULL;
+	return leave(stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE);
+}
+
 CUresult cuStreamGetPriority(CUstream stream, int *out)
 {
 	ENTER(cuStreamGetPriority, CONTEXT, stream, 0, 0);
@@ -394,118 +377,6 @@ CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *argument)
 	op->host_function = function;
 	op->argument = argument;
 	stream_add(stream, op);
-	return leave(CUDA_SUCCESS);
-}
-
-/* ---- events ---- */
-
-/* The handle's memory is never given back, so that a stale one is seen for what it is. */
-static bool is_event(CUevent event)
-{
-	return event && event->context && is_context(event->context);
-}
-
-CUresult cuEventCreate(CUevent *out, unsigned int flags)
-{
-	ENTER(cuEventCreate, CONTEXT, NULL, flags, 0);
-	if (flags & ~(unsigned int)(CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING))
-		return leave(CUDA_ERROR_INVALID_VALUE);
-	*out = calloc(1, sizeof(**out));
-	if (!*out)
-		die("no memory for an event");
-	(*out)->context = current_context();
-	(*out)->flags = flags;
-	events_used++;
-	return leave(CUDA_SUCCESS);
-}
-
-CUresult cuEventDestroy_v2(CUevent event)
-{
-	CUresult rc = enter(FN_cuEventDestroy_v2, DRIVER, NULL, (uint64_t)(uintptr_t)event, 0);
-
-	if (rc)
-		return rc;
-	if (!is_event(event))
-		return leave(CUDA_ERROR_INVALID_HANDLE);
-	rc = event->context->sticky;
-	record_put(event->record);
-	*event = (struct CUevent_st){ 0 };
-	events_used--;
-	return leave(rc);
-}
-
-CUresult cuEventRecord(CUevent event, CUstream stream)
-{
-	struct op *op;
-
-	ENTER(cuEventRecord, CONTEXT, stream, (uintptr_t)event, 0);
-	stream = stream_here(stream);
-	if (!stream || !is_event(event) || event->context != stream->context)
-		return leave(CUDA_ERROR_INVALID_HANDLE);
-	op = op_new(RECORD, FN_cuEventRecord, 0);
-	op->record = record_new();
-	record_put(event->record);
-	event->record = record_get(op->record);
-	stream_add(stream, op);
-	return leave(CUDA_SUCCESS);
-}
-
-/* For what the event is now: a record that comes later does not matter, none at all is no wait.
- * The event may be of another context or device. */
-CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags)
-{
-	struct op *op;
-
-	ENTER(cuStreamWaitEvent, CONTEXT, stream, (uintptr_t)event, flags);
-	stream = stream_here(stream);
-	if (!stream || !is_event(event))
-		return leave(CUDA_ERROR_INVALID_HANDLE);
-	if (!event->record || event->record->done)
-		return leave(CUDA_SUCCESS);
-	op = op_new(WAIT, FN_cuStreamWaitEvent, 0);
-	op->record = record_get(event->record);
-	stream_add(stream, op);
-	return leave(CUDA_SUCCESS);
-}
-
-static bool has_passed(CUevent event)
-{
-	return !event->record || event->record->done;
-}
-
-CUresult cuEventQuery(CUevent event)
-{
-	ENTER(cuEventQuery, CONTEXT, NULL, (uintptr_t)event, 0);
-	if (!is_event(event))
-		return leave(CUDA_ERROR_INVALID_HANDLE);
-	return leave(has_passed(event) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
-}
-
-CUresult cuEventSynchronize(CUevent event)
-{
-	struct record *record;
-	CUcontext context;
-
-	ENTER(cuEventSynchronize, CONTEXT, NULL, (uintptr_t)event, 0);
-	if (!is_event(event))
-		return leave(CUDA_ERROR_INVALID_HANDLE);
-	context = event->context;
-	record = event->record ? record_get(event->record) : NULL;
-	while (record && !record->done && !context->sticky)
-		pthread_cond_wait(&changed, &lock);
-	record_put(record);
-	return leave(context->sticky);
-}
-
-CUresult cuEventElapsedTime(float *out, CUevent start, CUevent end)
-{
-	ENTER(cuEventElapsedTime, CONTEXT, NULL, (uintptr_t)start, (uintptr_t)end);
-	if (!is_event(start) || !is_event(end) || !start->record || !end->record ||
-	    (start->flags | end->flags) & CU_EVENT_DISABLE_TIMING)
-		return leave(CUDA_ERROR_INVALID_HANDLE);
-	if (!has_passed(start) || !has_passed(end))
-		return leave(CUDA_ERROR_NOT_READY);
-	*out = (float)((double)((int64_t)end->record->at_ns - (int64_t)start->record->at_ns) / 1e6);
 	return leave(CUDA_SUCCESS);
 }
 

@@ -94,7 +94,7 @@ def test_permissions(pair, opcode, access, side, name):
         region = pair.b.register(pair.theirs, access)
         wrs = requests(opcode, pair.local, region, 0, 0, 64)
     else:
-        region = pair.a.register(pair.mine, access)
+        region = pair.a.register(pair.memory, access)
         wrs = requests(opcode, region, pair.remote, 0, 0, 64)
     before = pair.mine.copy(), pair.theirs.copy()
     if name is None:
@@ -217,7 +217,7 @@ def test_registered_memory_is_kept_and_cannot_be_resized(pair):
 
 
 def test_wrong_use_of_nics_and_peers(pair):
-    for device in "verbs:none_of_these", "cuda:0":
+    for device in "verbs:none_of_these", "cuda:77":
         with pytest.raises(BackendUnavailable, match="soft"):
             Nic.open(device)
     for device in "", "mlx5_0", None, 5:

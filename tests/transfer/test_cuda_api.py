@@ -1,5 +1,6 @@
 """What kvio says of CUDA's driver interface (cuda_api.h) is what the real headers of CUDA 12 and 13
 say: every value, every field, every signature in the version that is asked for."""
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -28,7 +29,7 @@ def compiled(include, api=API, *flags):
     """The compiler over the check, beside that cuda.h."""
     return subprocess.run(
         [cbuild.compiler(), *cbuild.WARNINGS, "-isystem", include, f'-DCUDA_API_H="{api}"',
-         *(flags or ["-fsyntax-only"]), str(CHECK)], capture_output=True, text=True)
+         *(flags or ["-fsyntax-only"]), str(CHECK)], capture_output=True, text=True, env={**os.environ, "LD_PRELOAD": ""})
 
 
 def test_our_header_agrees_with_the_real_one(include):
