@@ -398,6 +398,7 @@ void cuda_ways_open(struct cuda_dev *dev, const char *ptx)
 	bool kernel = has_kernel(dev, ptx, info->missing[KVIO_COPY_KERNEL],
 				 sizeof(info->missing[KVIO_COPY_KERNEL]));
 
+	info->measured = info->kernel_sms = 0;
 	if (!batch)
 		snprintf(info->missing[KVIO_COPY_BATCH], sizeof(info->missing[KVIO_COPY_BATCH]),
 			 "cuMemcpyBatchAsync needs a driver of CUDA 12.8: this is CUDA %d.%d",
