@@ -180,12 +180,11 @@ class _Staging:
     def array(self, nbytes):
         """uint8 [nbytes]; what was there before is of no more use."""
         if nbytes > len(self._array):
-            if self._region is not None:
-                self._nic.deregister(self._region)
-            size = 1 << max(16, (nbytes - 1).bit_length())
-            memory = self._nic.pinned(size)
-            self._region = self._nic.register(memory, Access.LOCAL_WRITE)
+            memory = self._nic.pinned(1 << max(16, (nbytes - 1).bit_length()))
+            before, self._region = self._region, self._nic.register(memory, Access.LOCAL_WRITE)
             self._array = np.frombuffer(memory, np.uint8)
+            if before is not None:
+                self._nic.deregister(before)
         return self._array[:nbytes]
 
 

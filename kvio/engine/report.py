@@ -5,6 +5,9 @@ __all__ = ["render", "table"]
 LEGEND_COLLECTIVES = (
     "one class: collectives travel in the class of KV. two classes: in one of their own. Latency:",
     "link time from the doorbell to the last completion of one exchange.")
+LEGEND_DEVICE = (
+    "copied by: the GPU's ways of copying (docs/gpu.md) that KV took, and how often. HBM fetched,",
+    "written for the CPU: what its arithmetic had copied beside KV, which no NIC counts.")
 LEGEND = (
     "none: no store, every prompt is computed whole. basic: only the prefill side (PE) reads",
     "storage. dualpath: the side with the shorter reading queue does, PE or decode side (DE).",
@@ -19,6 +22,9 @@ def render(report: dict) -> str:
     lines, legend = [], []
     if set(report) & {"real", "timed"}:
         legend += LEGEND
+    if any(" memory of cuda" in part["summary"].get("hbm", "") for part in report.values()
+           if isinstance(part, dict)):
+        legend += LEGEND_DEVICE
     if "collectives" in report:
         legend += LEGEND_COLLECTIVES
     for name, part in report.items():

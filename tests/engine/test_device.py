@@ -16,7 +16,7 @@ from kvio.engine.collectives import CollectiveSetting
 from kvio.engine.compute import TimedCompute
 from kvio.engine.trace import Tracer
 from kvio.engine.workload import run_sessions
-from kvio.errors import InvalidArgument
+from kvio.errors import BackendUnavailable, InvalidArgument, MappingFailed
 from kvio.memory import POISON
 from kvio.storage import BlockStore
 from kvio.transfer import Fabric
@@ -38,6 +38,7 @@ def device():
 @pytest.fixture
 def fake(device):
     """Whatever a test has done, all it had of the driver is given back in the end."""
+    gc.collect()                            # what other tests have left
     device.reset()
     before = device.objects()
     yield device
@@ -241,8 +242,6 @@ def test_modes_and_fabrics_that_do_not_go_with_a_device(tmp_path):
 
 
 def test_a_device_that_is_not_there_opens_nothing(fake):
-    from kvio.errors import BackendUnavailable
-
     async def main():
         async with Cluster(replace(config(TIMED), device="cuda:7"), "none", None, timed_compute):
             pass
@@ -258,3 +257,28 @@ def test_two_clusters_share_a_device(fake):
             return [(await cluster.generate("a", range(40), 4)).generated for cluster in (one, two)]
     first, second = asyncio.run(main())
     assert first == second
+
+
+def test_device_memory_goes_with_the_cluster_and_waits_for_no_garbage_collection(fake, tmp_path):
+    before = fake.objects()
+    gc.disable()
+    try:
+        run("dualpath", tmp_path, config(TIMED, policy=POLICIES["push"], device=DEVICE),
+            timed_compute)
+        assert fake.objects() == before
+    finally:
+        gc.enable()
+
+
+def test_a_device_without_the_memory_is_a_typed_error_and_keeps_nothing(fake):
+    async def main(**changes):
+        async with Cluster(config(TIMED, device=DEVICE, **changes), "none", None,
+                           timed_compute) as cluster:
+            return (await cluster.generate("a", range(40), 4)).finished
+
+    before = fake.objects()
+    with pytest.raises(MappingFailed, match="OUT_OF_MEMORY"):
+        asyncio.run(main(hbm_blocks=1 << 23))
+    gc.collect()
+    assert fake.objects() == before
+    assert asyncio.run(main())
