@@ -117,7 +117,8 @@ for name in "${steps[@]}"; do
 done
 failed=0
 mkdir -p "$out"
-: >"$out/summary.txt"
+rm -f "$out"/{machine,summary}.txt "$out"/{copy,real,timed}.{md,svg,json}	# an earlier run's
+rm -f "$out"/{build,tests,bench,real,timed}.log
 
 # Only the tests' fake driver has this function.
 fake=$("$python" -c 'import ctypes, os
