@@ -63,13 +63,15 @@ def test_the_summary_ends_with_what_must_be_reached(rehearsal):
 
 
 def test_a_step_that_fails_fails_the_check_and_stops_no_other(tmp_path):
-    """No libcuda at all: the demo cannot open the device. Nor does an earlier table stay there."""
+    """No libcuda at all: the demo cannot open the device, and the benchmark does not pass by being
+    skipped. Nor does an earlier table stay there."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "copy.md").write_text("What must be reached: long ago\n")
-    code, summary, said = check(tmp_path / "out", "machine", "real", "build",
+    code, summary, said = check(tmp_path / "out", "machine", "real", "bench", "build",
                                 KVIO_CUDA_LIBRARY=str(tmp_path / "none.so"))
     assert code == 1, said
     assert "machine  rc 0 " in summary and "build    rc 0 " in summary
+    assert "bench    rc 1 " in summary
     assert "real     rc 2 " in summary and "A STEP HAS FAILED" in summary
     assert "long ago" not in summary
     assert "none.so" in said                    # the last lines of its log
