@@ -152,7 +152,7 @@ step() {
 }
 
 step machine 20 machine.txt
-step build 60 build.log
+step build 90 build.log
 step tests 40 tests.log
 step bench 80 bench.log
 step real 15 real.log
