@@ -58,6 +58,13 @@ static bool is_pinned(uint64_t addr)
 
 /* ---- memory of the GPU ---- */
 
+static int refuse_other(const struct reason *reason, int ordinal)
+{
+	snprintf(reason->why, reason->room, "the memory is on cuda:%d, this NIC is cuda:%d",
+		 ordinal, reason->dev->ordinal);
+	return -EXDEV;
+}
+
 /* Every byte has to be allocated here. A range over several allocations is one of memory that was
  * mapped in pieces (VMM): copies cross from one to the next. */
 static int check_device(const struct reason *reason, const struct kvio_region *region,
@@ -73,11 +80,8 @@ static int check_device(const struct reason *reason, const struct kvio_region *r
 		int ordinal = cuda_ordinal_of(at, &failure);
 
 		cuda_note(dev, failure.code, failure.call);
-		if (ordinal >= 0 && ordinal != dev->ordinal) {
-			snprintf(reason->why, reason->room, "the memory is on cuda:%d, this NIC is "
-				 "cuda:%d", ordinal, dev->ordinal);
-			return -EXDEV;
-		}
+		if (ordinal >= 0 && ordinal != dev->ordinal)
+			return refuse_other(reason, ordinal);
 		if (ordinal < 0 || cuda.address_range(&base, &nbytes, at) != CUDA_OK ||
 		    at - base >= nbytes) {
 			snprintf(reason->why, reason->room, "cuda:%d: this GPU memory is not "
@@ -97,11 +101,12 @@ static int reg_device(const struct reason *reason, const struct kvio_region *reg
 		      struct cuda_region *out)
 {
 	struct cuda_dev *dev = reason->dev;
+	struct cuda_failure failure;
 	CUcontext context = NULL;
-	int rc = check_device(reason, region, &out->span);
+	int ordinal = cuda_ordinal_of(region->addr, &failure);
 
-	if (rc < 0)
-		return rc;
+	if (ordinal >= 0 && ordinal != dev->ordinal)
+		return refuse_other(reason, ordinal);
 	/* Stream-ordered and mapped memory belongs to no context; an old driver says so by an error. */
 	if (cuda.pointer_attribute(&context, CUDA_POINTER_CONTEXT, region->addr) != CUDA_OK)
 		context = NULL;
@@ -112,7 +117,7 @@ static int reg_device(const struct reason *reason, const struct kvio_region *reg
 		return -EXDEV;
 	}
 	out->is_device = true;
-	return 0;
+	return check_device(reason, region, &out->span);	/* asks this context alone */
 }
 
 /* ---- pinned memory of the host ---- */
