@@ -20,6 +20,7 @@ if [ "${1-}" != --step ]; then
 fi
 cd "$(dirname "$self")/.."
 export PYTHON PYTHONPATH=$PWD OPENBLAS_NUM_THREADS=1 KVIO_REQUIRE=
+export XLA_PYTHON_CLIENT_PREALLOCATE=false	# or JAX takes most of the card
 
 # ---- the steps; each runs in a process of its own, in the checkout
 
@@ -75,7 +76,7 @@ build() {
 tests() {
 	[ "$fake" = 1 ] || export KVIO_REQUIRE=cuda
 	"$python" -m pytest -p no:cacheprovider -p no:benchmark -k 'cuda or gpu' \
-		tests/transfer/test_c{ontract,uda_real}*.py
+		tests/transfer/test_c{ontract,uda_real,uda_copies}*.py
 }
 
 # The tables are written when the session ends: it has to stop by itself before its time is over.
