@@ -101,7 +101,7 @@ static int reg_device(const struct reason *reason, const struct kvio_region *reg
 	CUcontext context = NULL;
 
 	out->is_device = true;
-	/* Stream-ordered and mapped memory belongs to no context; an old driver says so by an error. */
+	/* Stream-ordered and mapped memory has no context; an old driver says so by an error. */
 	if (cuda.pointer_attribute(&context, CUDA_POINTER_CONTEXT, region->addr) != CUDA_OK)
 		context = NULL;
 	if (!context || context == dev->context ||
