@@ -19,6 +19,8 @@ static bool can(const struct kvio_copy_cost *cost, uint32_t way, const struct cu
 {
 	if (way == KVIO_COPY_KERNEL && (!shape->aligned || shape->kind == KVIO_H2H))
 		return false;
+	if (way == KVIO_COPY_STRIDED && shape->rects == 0)
+		return false;
 	return cost->there;
 }
 

@@ -274,7 +274,7 @@ bool cuda_is_aligned(const struct cuda_copy *copies, uint32_t count);	/* for the
 struct cuda_shape {
 	uint32_t kind;			/* enum kvio_copy_kind */
 	uint32_t copies;		/* after coalescing */
-	uint32_t rects, rows;		/* calls of the strided way, and rows in them */
+	uint32_t rects, rows;		/* calls of the strided way (0: not worth it), their rows */
 	uint64_t nbytes;
 	bool aligned;
 };

@@ -3,13 +3,14 @@
  * What each way costs on this machine, from the time of a few copies until they are complete: a
  * small one, many small ones, many bytes (cuda_choose.c makes figures of them). Some tens of
  * milliseconds: each is the least of three after a first one, but once they have taken long, one
- * run has to do.
+ * run has to do. A process keeps what it found, for a device that is closed and opened again.
  */
 #include "cuda_impl.h"
 
 #define SCRATCH_NBYTES (16u << 20)	/* of the device, and of pinned host memory */
 #define LONG_NS 40000000u
-#define MAX_STEPS 8u			/* 1, 2, 4, ... SMs */
+#define MAX_STEPS 12u			/* 1, 2, 4, ... SMs */
+#define MAX_KNOWN 16u			/* devices whose figures are kept */
 
 struct bench {
 	struct cuda_dev *dev;
@@ -168,7 +169,57 @@ static void measure_all(struct bench *bench, uint32_t max_sms)
 	info->measured = !bench->dev->dead.code;
 }
 
-void cuda_measure(struct cuda_dev *dev, uint32_t max_sms)
+/* ---- what is known already ---- */
+
+/* What the figures depend on; with another driver, ways or limit they are others. */
+struct key {
+	int32_t driver_version, capability;
+	uint32_t max_sms;			/* 0: nothing is known */
+	uint32_t ways[KVIO_NUM_COPY_KINDS];	/* bits: there, before they were measured */
+};
+
+static struct {
+	pthread_mutex_t lock;
+	struct key keys[MAX_KNOWN];
+	struct kvio_cuda_info infos[MAX_KNOWN];
+} known = { .lock = PTHREAD_MUTEX_INITIALIZER };
+
+static struct key key_of(const struct cuda_dev *dev, uint32_t max_sms)
+{
+	struct key key = { dev->info.driver_version, dev->info.capability, max_sms, { 0 } };
+
+	for (uint32_t kind = 0; kind < KVIO_NUM_COPY_KINDS; kind++)
+		for (uint32_t way = 0; way < KVIO_NUM_COPY_WAYS; way++)
+			key.ways[kind] |= dev->info.costs[kind][way].there << way;
+	return key;
+}
+
+static bool recall(struct cuda_dev *dev, const struct key *key)
+{
+	const struct kvio_cuda_info *info = &known.infos[dev->ordinal];
+	bool same;
+
+	pthread_mutex_lock(&known.lock);
+	same = memcmp(&known.keys[dev->ordinal], key, sizeof(*key)) == 0;
+	if (same) {
+		memcpy(dev->info.costs, info->costs, sizeof(info->costs));
+		memcpy(dev->info.missing, info->missing, sizeof(info->missing));
+		dev->info.kernel_sms = info->kernel_sms;
+		dev->info.measured = 1;
+	}
+	pthread_mutex_unlock(&known.lock);
+	return same;
+}
+
+static void remember(const struct cuda_dev *dev, const struct key *key)
+{
+	pthread_mutex_lock(&known.lock);
+	known.keys[dev->ordinal] = *key;
+	known.infos[dev->ordinal] = dev->info;
+	pthread_mutex_unlock(&known.lock);
+}
+
+static void measure(struct cuda_dev *dev, uint32_t max_sms)
 {
 	struct bench bench = { .dev = dev, .start_ns = kvio_monotonic_ns(), .sms = max_sms };
 	CUdeviceptr device = 0;
@@ -185,4 +236,16 @@ void cuda_measure(struct cuda_dev *dev, uint32_t max_sms)
 		cuda.host_free(host);
 	if (device)
 		cuda.mem_free(device);
+}
+
+void cuda_measure(struct cuda_dev *dev, uint32_t max_sms)
+{
+	bool keeps = dev->ordinal < (int)MAX_KNOWN;
+	struct key key = key_of(dev, max_sms);
+
+	if (keeps && recall(dev, &key))
+		return;
+	measure(dev, max_sms);
+	if (keeps && dev->info.measured)
+		remember(dev, &key);
 }

@@ -33,6 +33,7 @@ static void open_ways(struct cuda_dev *dev, const char *ptx)
 	if (dev->has_ways)
 		cuda_ways_close(dev);
 	dev->has_ways = true;
+	dev->tried_measuring = false;
 	dev->has_ptx = ptx != NULL;
 	dev->info.missing[KVIO_COPY_KERNEL][0] = 0;
 	cuda_ways_open(dev, ptx);
@@ -60,6 +61,8 @@ static int set_up(struct cuda_nic *nic, const struct kvio_nic_params *params)
 		cuda_measure(dev, sms);
 	}
 	cuda_leave(dev);
+	if (cuda_check_alive(dev, params->why, params->why_room) < 0)
+		return -EIO;
 	if (way == KVIO_COPY_AUTO)
 		return 0;
 	missing = dev->info.missing[way];

@@ -269,9 +269,9 @@ static uint32_t cheapest(struct cuda_carry *carry, const struct cuda_copy *copie
 	for (uint32_t i = 0; i < count; i++)
 		shape.nbytes += copies[i].nbytes;
 	if (costs[KVIO_COPY_STRIDED].there)
-		carry->num_rects = cuda_rects(copies, count, carry->dev->max_pitch,
-					      carry->dev->rects, room);
-	shape.rects = carry->num_rects ? carry->num_rects : count;
+		shape.rects = cuda_rects(copies, count, carry->dev->max_pitch, carry->dev->rects,
+					 room);
+	carry->num_rects = shape.rects;
 	return cuda_choose(costs, &shape);
 }
 
@@ -378,8 +378,8 @@ static bool has_kernel(struct cuda_dev *dev, const char *ptx, char *why, size_t 
 	if (!ptx)
 		snprintf(why, room, "no PTX was given");
 	else if (info->capability < NEEDS_CAPABILITY || info->driver_version < NEEDS_DRIVER)
-		snprintf(why, room, "the kernel needs sm_80 and CUDA 12.1: this is sm_%d, CUDA %d.%d",
-			 info->capability, info->driver_version / 1000,
+		snprintf(why, room, "the kernel needs sm_80 and CUDA 12.1: this is sm_%d, "
+			 "CUDA %d.%d", info->capability, info->driver_version / 1000,
 			 info->driver_version % 1000 / 10);
 	else if (!dev->maps_host_as_is)
 		snprintf(why, room, "this device has other addresses for registered host memory");
@@ -398,6 +398,7 @@ void cuda_ways_open(struct cuda_dev *dev, const char *ptx)
 	bool kernel = has_kernel(dev, ptx, info->missing[KVIO_COPY_KERNEL],
 				 sizeof(info->missing[KVIO_COPY_KERNEL]));
 
+	info->measured = info->kernel_sms = 0;
 	if (!batch)
 		snprintf(info->missing[KVIO_COPY_BATCH], sizeof(info->missing[KVIO_COPY_BATCH]),
 			 "cuMemcpyBatchAsync needs a driver of CUDA 12.8: this is CUDA %d.%d",
