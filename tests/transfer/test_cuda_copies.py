@@ -1,5 +1,5 @@
-"""Copies in and out of a GPU's memory through the public interface alone, on the fake libcuda or, if
-KVIO_REQUIRE names cuda, on a GPU: there also in the streams of PyTorch and CuPy, if installed.
+"""Copies in and out of a GPU's memory through the public interface alone, on the fake libcuda, or
+on a GPU if KVIO_REQUIRE names cuda: there also in the streams of PyTorch and CuPy, if installed.
 """
 import asyncio
 import mmap
