@@ -6,8 +6,8 @@ COPY_AUTO = KVIO_COPY_AUTO
 COPY_KINDS = ("H2H", "H2D", "D2H", "D2D")               # enum kvio_copy_kind
 
 # What to try, by the name of a CUresult. LOST: after these the process has no GPU any more.
-KERNEL_FAILED = "a kernel of this process, maybe another library's, has failed: compute-sanitizer " \
-    "finds it"
+KERNEL_FAILED = "a kernel of this process, maybe another library's, has failed: " \
+    "compute-sanitizer finds it"
 LOST = {
     "ILLEGAL_ADDRESS": "a kernel of this process, maybe another library's, has touched memory that "
                        "it must not: compute-sanitizer finds it",

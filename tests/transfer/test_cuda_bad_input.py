@@ -66,6 +66,28 @@ def test_a_tensor_that_raises(gpu, why):
         nic.register(NoDlpack())
 
 
+class JaxArray(DlTensor):
+    """It has the interface too, which must not be asked."""
+
+    __cuda_array_interface__ = property(lambda self: 1 // 0)
+
+
+JaxArray.__module__ = "jaxlib.xla"
+
+
+@pytest.mark.parametrize("versioned", [None, (1, 0)])
+def test_arrays_of_jax_are_read_by_dlpack_without_a_stream(gpu, versioned):
+    addr, data = gpu.memory(4096, 1)
+    array = JaxArray(addr, (2048,), versioned=versioned)
+    nic, peer, near, far = gpu.loop_back(array, bytearray(4096))
+    assert array.asked == [{} if versioned is None else {"max_version": (1, 0)}]
+    assert near.access == Access.REMOTE_READ
+    peer.write(requests(WRITE, near, far, 0, 0, 4096)).wait()
+    assert bytes(far.array) == data.tobytes()
+    with pytest.raises(InvalidArgument, match="JAX.*nic.device_memory"):
+        LayerPool(BlockLayout(1, 1, 64), 1, memory=array)
+
+
 def refused_layouts(addr):
     yield "contiguous", Tensor(addr, 64, shape=(4, 8), strides=(16, 1))
     yield "contiguous", Tensor(addr, 64, shape=(4, 8), strides=(1, 4))
