@@ -18,7 +18,7 @@ from kvio.errors import Busy, Closed, InvalidArgument, KvioError, OutOfBlocks, c
 from kvio.layout import PAGE, BlockLayout, Side, any_array
 from kvio.pages import (advise_huge, anonymous, bind_to_node, named_shm, release_shm,
                         sealed_memfd)
-from kvio.spans import DeviceView, fill, ordinal_of, span_of
+from kvio.spans import DeviceView, check_there, ordinal_of, span_of
 
 __all__ = ["BlockAllocator", "BlockPool", "LayerPool", "POISON", "Region", "has_twins"]
 
@@ -257,7 +257,7 @@ class BlockPool(BlockAllocator):
         _check_start(self.region, PAGE)
         self._rows = self.region.view()[:nbytes].reshape(self.num_blocks, self.block_stride)
         if poison:
-            _fill_all(self.region, self._rows)
+            self._rows.fill(POISON)
 
     @property
     def device(self) -> str | None:
@@ -287,12 +287,8 @@ class BlockPool(BlockAllocator):
         return checked_int("block_id", block_id, 0, self.num_blocks - 1)
 
     def _clear(self, ids):
-        if not self._poison:
-            return
-        if self.device is None:
-            self._rows[ids] = POISON
-        else:
-            _fill_blocks(self.region, (0,), self.block_stride, ids)
+        if self._poison:
+            _poison(self._rows, False, ids)
 
     def close(self) -> None:
         super().close()
@@ -322,7 +318,7 @@ class LayerPool(BlockAllocator):
         self._rows = self.region.view()[:nbytes].reshape(
             layout.num_layers, self.num_blocks, layout.block_tokens, -1)
         if poison:
-            _fill_all(self.region, self._rows)
+            self._rows.fill(POISON)
 
     @property
     def device(self) -> str | None:
@@ -331,11 +327,9 @@ class LayerPool(BlockAllocator):
 
     def side(self, key: int = 0) -> Side:
         """This pool as one end of a transfer; `key` is its region's key at the NIC."""
-        return Side(self.region.addr, self.block_stride, self._layer_offsets(), key)
-
-    def _layer_offsets(self):
         step = self.num_blocks * self.block_stride
-        return tuple(layer * step for layer in range(self.layout.num_layers))
+        return Side(self.region.addr, self.block_stride,
+                    tuple(layer * step for layer in range(self.layout.num_layers)), key)
 
     def layer(self, layer: int) -> np.ndarray:
         """A view of all Layer Blocks of a layer: uint8 `[num_blocks, block_tokens, bytes]`."""
@@ -346,41 +340,34 @@ class LayerPool(BlockAllocator):
         return self._rows[:, block_id, offset]
 
     def _clear(self, ids):
-        if not self._poison:
-            return
-        if self.device is None:
-            self._rows[:, ids] = POISON
-        else:
-            _fill_blocks(self.region, self._layer_offsets(), self.block_stride, ids)
+        if self._poison:
+            _poison(self._rows, True, ids)
 
 
 def _check_start(region, align):
-    if region.array is None and region.addr % DEVICE_ALIGN:
-        raise InvalidArgument(f"the memory of a pool on {region.device} must start at a multiple "
-                              f"of {DEVICE_ALIGN} bytes, as an allocation does; this is at "
-                              f"{region.addr:#x}")
-    if region.array is not None and region.addr % align:
+    if region.array is None:
+        check_there(region.ordinal, region.addr, region.nbytes)
+        if region.addr % DEVICE_ALIGN:
+            raise InvalidArgument(f"the memory of a pool on {region.device} must start at a "
+                                  f"multiple of {DEVICE_ALIGN} bytes, as an allocation does; this "
+                                  f"is at {region.addr:#x}")
+    elif region.addr % align:
         raise InvalidArgument("the memory must start on a 4 KiB page, as an mmap does; without "
                               "memory= the pool makes its own")
 
 
-def _fill_all(region, rows):
-    if region.array is None:
-        fill(region.ordinal, region.addr, POISON, rows.nbytes)
-    else:
-        rows[:] = POISON
-
-
-def _fill_blocks(region, offsets, stride, ids):
-    """Poison blocks in device memory, each of which has a piece at every one of these offsets. A
-    GPU that has failed keeps nobody from giving its blocks back."""
+def _poison(rows, by_layer, ids):
+    """Fill the rows of these blocks, `rows[ids]` (`by_layer`: `rows[:, ids]`), in host memory or
+    on a GPU. One that has failed keeps nobody from giving its blocks back."""
+    if isinstance(rows, np.ndarray):
+        rows[(slice(None), ids) if by_layer else ids] = POISON
+        return
     ids = np.sort(ids)
     starts, lengths = _runs(ids)
     try:
-        for offset in offsets:
-            for first, length in zip(ids[starts], lengths):
-                fill(region.ordinal, region.addr + offset + int(first) * stride, POISON,
-                     int(length) * stride)
+        for first, length in zip(ids[starts].tolist(), lengths.tolist()):
+            run = slice(first, first + length)
+            rows[(slice(None), run) if by_layer else run].fill(POISON)
     except (KvioError, OSError) as failed:
         warnings.warn(f"freed blocks could not be filled: {failed}", RuntimeWarning, stacklevel=3)
 

@@ -18,8 +18,8 @@ from kvio._ext import nic as _nic
 from kvio.errors import (BackendUnavailable, InvalidArgument, MappingFailed, TransferError,
                          checked_int)
 
-__all__ = ["DeviceMemory", "DeviceView", "PinnedMemory", "Span", "fill", "ordinal_of", "span_of",
-           "stream_handle", "typed"]
+__all__ = ["DeviceMemory", "DeviceView", "PinnedMemory", "Span", "check_there", "ordinal_of",
+           "span_of", "stream_handle", "typed"]
 
 _NEWEST_DLPACK = (1, 0)
 
@@ -192,44 +192,61 @@ class _OwnMemory(_nic.CudaMemory):
     def __repr__(self):
         return f"<{type(self).__name__} {self.nbytes} bytes at {self.addr:#x}, {self.device}>"
 
-    def read(self, offset: int = 0, nbytes: int | None = None) -> np.ndarray:
-        """A copy of these bytes: uint8 `[nbytes]`. Synchronous, for set-up, tests, and engines
-        that compute on the CPU; it waits for no transfer."""
-        return DeviceView(self.addr + self._from(offset), (self._length(offset, nbytes),), None,
-                          self.ordinal, self).read()
-
-    def write(self, offset: int, buffer) -> None:
-        """Copy a contiguous buffer to `offset`; otherwise like `read`."""
-        data = _bytes_of(buffer)
-        DeviceView(self.addr + self._from(offset), (self._length(offset, len(data)),), None,
-                   self.ordinal, self).write(data)
-
-    def fill(self, value: int, offset: int = 0, nbytes: int | None = None) -> None:
-        """Set these bytes to `value`; otherwise like `read`."""
-        fill(self.ordinal, self.addr + self._from(offset), value, self._length(offset, nbytes))
-
-    def _from(self, offset):
-        return checked_int("offset", offset, 0, self.nbytes)
-
-    def _length(self, offset, nbytes):
-        room = self.nbytes - offset
-        return room if nbytes is None else checked_int("nbytes", nbytes, 0, room)
+    def _span(self, offset, nbytes):
+        room = self.nbytes - checked_int("offset", offset, 0, self.nbytes)
+        nbytes = room if nbytes is None else checked_int("nbytes", nbytes, 0, room)
+        return slice(offset, offset + nbytes)
 
 
 class PinnedMemory(_OwnMemory):
     """Pinned memory of the host: a writable buffer. `addr`, `nbytes`, and `device`, the GPU that it
     was pinned for; freed with its last reference."""
 
+    def read(self, offset: int = 0, nbytes: int | None = None) -> np.ndarray:
+        """A copy of these bytes: uint8 `[nbytes]`."""
+        return np.frombuffer(self, np.uint8)[self._span(offset, nbytes)].copy()
+
+    def write(self, offset: int, buffer) -> None:
+        """Copy a contiguous buffer to `offset`."""
+        data = _bytes_of(buffer)
+        np.frombuffer(self, np.uint8)[self._span(offset, len(data))] = data
+
+    def fill(self, value: int, offset: int = 0, nbytes: int | None = None) -> None:
+        """Set these bytes to `value`."""
+        value = checked_int("value", value, 0, 255)
+        np.frombuffer(self, np.uint8)[self._span(offset, nbytes)] = value
+
 
 class DeviceMemory(_Lender, _OwnMemory):
     """Memory of a GPU: `addr`, `nbytes`, `device`; others take it by `__cuda_array_interface__` or
-    DLPack. Freed with its last reference."""
+    DLPack. Freed with its last reference.
+
+    `read`, `write` and `fill` are synchronous, for set-up, tests, and engines that compute on the
+    CPU; they wait for no transfer.
+    """
 
     @property
     def shape(self):
         return (self.nbytes,)
 
     strides = (1,)
+
+    def view(self) -> "DeviceView":
+        """All of it, to be indexed and given other shapes."""
+        return DeviceView(self.addr, self.shape, self.strides, self.ordinal, self)
+
+    def read(self, offset: int = 0, nbytes: int | None = None) -> np.ndarray:
+        """A copy of these bytes: uint8 `[nbytes]`."""
+        return self.view()[self._span(offset, nbytes)].read()
+
+    def write(self, offset: int, buffer) -> None:
+        """Copy a contiguous buffer to `offset`."""
+        data = _bytes_of(buffer)
+        self.view()[self._span(offset, len(data))].write(data)
+
+    def fill(self, value: int, offset: int = 0, nbytes: int | None = None) -> None:
+        """Set these bytes to `value`."""
+        self.view()[self._span(offset, nbytes)].fill(value)
 
 
 class DeviceView(_Lender):
@@ -295,10 +312,20 @@ class DeviceView(_Lender):
             for addr, offset, nbytes in self._pieces():
                 _nic.cuda_copy(self.ordinal, addr, data.ctypes.data + offset, nbytes)
 
+    def fill(self, value: int) -> None:
+        """Set all bytes to `value`; otherwise like `read`."""
+        value = checked_int("value", value, 0, 255)
+        with typed("filling device memory"):
+            for addr, _, nbytes in self._pieces():
+                _nic.cuda_fill(self.ordinal, addr, value, nbytes)
+
     def _pieces(self):
-        """(addr, offset in C order, nbytes) of the contiguous pieces."""
+        """(addr, offset in C order, nbytes) of the contiguous pieces. What is no GPU's memory any
+        more would be taken for the host's, and that crashes."""
         if not self.nbytes:
             return
+        check_there(self.ordinal, self.addr,
+                    1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides)))
         dims = len(self.shape)
         while dims and self.strides[dims - 1:] == _packed(self.shape[dims - 1:]):
             dims -= 1                           # the last dimensions, which are packed
@@ -308,12 +335,14 @@ class DeviceView(_Lender):
                    nbytes)
 
 
-def fill(ordinal: int, addr: int, value: int, nbytes: int) -> None:
-    """Set memory that the driver knows to `value`; returns when that is done."""
-    value = checked_int("value", value, 0, 255)
-    if nbytes:
-        with typed("filling device memory"):
-            _nic.cuda_fill(ordinal, addr, value, nbytes)
+def check_there(ordinal: int, addr: int, nbytes: int) -> None:
+    """InvalidArgument unless the driver knows both ends of this memory as the GPU's."""
+    with typed(f"{nbytes} bytes of GPU memory at {addr:#x} (freed?)"):
+        for end in addr, addr + nbytes - 1:
+            found = _nic.cuda_device_of(end)
+            if found != ordinal:
+                raise InvalidArgument(f"the GPU memory at {addr:#x} lies on cuda:{found}, not on "
+                                      f"cuda:{ordinal} as its owner says")
 
 
 def _packed(shape):

@@ -17,8 +17,8 @@ pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 struct settings is;
 struct device devices[MAX_DEVICES];
 
-static const struct { const char *name, *exported; size_t at; } functions[] = {
-#define FUNCTION_NAME(name, exported, version) { #name, #exported, 0 },
+static const struct { const char *name, *exported; } functions[] = {
+#define FUNCTION_NAME(name, exported, version) { #name, #exported },
 	FUNCTIONS(FUNCTION_NAME)
 };
 
@@ -71,11 +71,12 @@ uint64_t now_ns(void)
 /* Short times by looking at the clock, for a sleep takes 50 us at least. */
 static void spend(uint64_t ns)
 {
-	uint64_t until = now_ns() + ns;
 	struct timespec nap = { 0, 0 };
+	uint64_t until;
 
 	if (!ns)
 		return;
+	until = now_ns() + ns;
 	while (now_ns() < until) {
 		uint64_t left = until - now_ns();
 

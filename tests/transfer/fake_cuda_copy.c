@@ -173,17 +173,23 @@ CUresult cuMemsetD8Async(CUdeviceptr target, unsigned char value, size_t nbytes,
 
 /* ---- two and three dimensions ---- */
 
-/* One side of a copy: where its first byte is, and from a row and a slice to the next. */
+/* What is copied, and one side of it: where its first byte is, and how far a row and a slice are from
+ * the next. */
+struct extent { size_t width, rows, slices; };
 struct lattice { uint64_t first, pitch, step; enum side side; };
 
-static bool lattice_of(struct lattice *out, CUmemorytype type, const void *host,
-		       CUdeviceptr device, size_t x, size_t y, size_t z, size_t pitch,
-		       size_t height)
+/* A pitch of 0 is one that was not given, which will do for a single row; `height` alike. */
+static bool lattice_of(struct lattice *out, const struct extent *extent, CUmemorytype type,
+		       const void *host, CUdeviceptr device, size_t x, size_t y, size_t z,
+		       size_t pitch, size_t height)
 {
 	uint64_t base = type == CU_MEMORYTYPE_HOST ? (uint64_t)(uintptr_t)host : device;
 
 	if (type != CU_MEMORYTYPE_HOST && type != CU_MEMORYTYPE_DEVICE &&
 	    type != CU_MEMORYTYPE_UNIFIED)
+		return false;
+	if (pitch > is.max_pitch || (pitch ? pitch < x + extent->width : extent->rows > 1) ||
+	    (height ? height < y + extent->rows : extent->slices > 1))
 		return false;
 	out->side = type == CU_MEMORYTYPE_HOST ? HOST_SIDE :
 		    type == CU_MEMORYTYPE_DEVICE ? DEVICE_SIDE : EITHER_SIDE;
@@ -194,8 +200,7 @@ static bool lattice_of(struct lattice *out, CUmemorytype type, const void *host,
 }
 
 static CUresult copy_lattice(enum function fn, CUstream stream, const struct lattice *target,
-			     const struct lattice *source, size_t width, size_t height,
-			     size_t depth)
+			     const struct lattice *source, const struct extent *extent)
 {
 	struct sides sides = { target->side, source->side };
 	CUresult rc = CUDA_SUCCESS;
@@ -204,52 +209,47 @@ static CUresult copy_lattice(enum function fn, CUstream stream, const struct lat
 	stream = stream_here(stream);
 	if (!stream)
 		return CUDA_ERROR_INVALID_HANDLE;
-	if (target->pitch > is.max_pitch || source->pitch > is.max_pitch ||
-	    (height > 1 && (target->pitch < width || source->pitch < width)))
-		return CUDA_ERROR_INVALID_VALUE;
-	if (!width || !height || !depth)
+	if (!extent->width || !extent->rows || !extent->slices)
 		return CUDA_SUCCESS;
-	op = op_new(COPY, fn, (uint32_t)(height * depth));
-	for (size_t z = 0; z < depth && !rc; z++)
-		for (size_t y = 0; y < height && !rc; y++)
+	op = op_new(COPY, fn, (uint32_t)(extent->rows * extent->slices));
+	for (size_t z = 0; z < extent->slices && !rc; z++)
+		for (size_t y = 0; y < extent->rows && !rc; y++)
 			rc = add_piece(op, stream, sides,
 				       target->first + z * target->step + y * target->pitch,
 				       source->first + z * source->step + y * source->pitch,
-				       width);
+				       extent->width);
 	return submit_or_free(stream, op, rc);
 }
 
 CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *copy, CUstream stream)
 {
+	struct extent extent = { copy->WidthInBytes, copy->Height, 1 };
 	struct lattice target, source;
 
 	ENTER(cuMemcpy2DAsync_v2, CONTEXT, stream, copy->WidthInBytes, copy->Height);
-	if (!lattice_of(&target, copy->dstMemoryType, copy->dstHost, copy->dstDevice,
+	if (!lattice_of(&target, &extent, copy->dstMemoryType, copy->dstHost, copy->dstDevice,
 			copy->dstXInBytes, copy->dstY, 0, copy->dstPitch, 0) ||
-	    !lattice_of(&source, copy->srcMemoryType, copy->srcHost, copy->srcDevice,
+	    !lattice_of(&source, &extent, copy->srcMemoryType, copy->srcHost, copy->srcDevice,
 			copy->srcXInBytes, copy->srcY, 0, copy->srcPitch, 0))
 		return leave(CUDA_ERROR_INVALID_VALUE);
-	return leave(copy_lattice(FN_cuMemcpy2DAsync_v2, stream, &target, &source,
-				  copy->WidthInBytes, copy->Height, 1));
+	return leave(copy_lattice(FN_cuMemcpy2DAsync_v2, stream, &target, &source, &extent));
 }
 
 CUresult cuMemcpy3DAsync_v2(const CUDA_MEMCPY3D *copy, CUstream stream)
 {
+	struct extent extent = { copy->WidthInBytes, copy->Height, copy->Depth };
 	struct lattice target, source;
 
 	ENTER(cuMemcpy3DAsync_v2, CONTEXT, stream, copy->WidthInBytes, copy->Height);
 	if (copy->srcLOD || copy->dstLOD || copy->reserved0 || copy->reserved1 ||
-	    (copy->Depth > 1 && (copy->srcHeight < copy->Height ||
-				 copy->dstHeight < copy->Height)) ||
-	    !lattice_of(&target, copy->dstMemoryType, copy->dstHost, copy->dstDevice,
+	    !lattice_of(&target, &extent, copy->dstMemoryType, copy->dstHost, copy->dstDevice,
 			copy->dstXInBytes, copy->dstY, copy->dstZ, copy->dstPitch,
 			copy->dstHeight) ||
-	    !lattice_of(&source, copy->srcMemoryType, copy->srcHost, copy->srcDevice,
+	    !lattice_of(&source, &extent, copy->srcMemoryType, copy->srcHost, copy->srcDevice,
 			copy->srcXInBytes, copy->srcY, copy->srcZ, copy->srcPitch,
 			copy->srcHeight))
 		return leave(CUDA_ERROR_INVALID_VALUE);
-	return leave(copy_lattice(FN_cuMemcpy3DAsync_v2, stream, &target, &source,
-				  copy->WidthInBytes, copy->Height, copy->Depth));
+	return leave(copy_lattice(FN_cuMemcpy3DAsync_v2, stream, &target, &source, &extent));
 }
 
 /* ---- batches: in any order, so in an unlikely one ---- */

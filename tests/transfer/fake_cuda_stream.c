@@ -5,6 +5,10 @@
  */
 #include "fake_cuda.h"
 
+#include <time.h>
+
+#define HELD_S 10
+
 __thread bool in_host_function;
 
 static CUstream streams;		/* also those that are destroyed: a handle stays one */
@@ -247,13 +251,28 @@ CUstream stream_here(CUstream stream)
 	return found && found->context == current_context() ? found : NULL;
 }
 
+/* Something changed. False: nothing does, because the test holds the stream that is waited for. */
+static bool wait_for_change(bool held)
+{
+	struct timespec until;
+
+	clock_gettime(CLOCK_REALTIME, &until);
+	until.tv_sec += HELD_S;
+	if (pthread_cond_timedwait(&changed, &lock, &until) && held) {
+		violation("%d s were waited for a stream that the test holds", HELD_S);
+		return false;
+	}
+	return true;
+}
+
 CUresult stream_finish(CUstream stream)
 {
 	uint64_t target = stream->queued;
 	CUcontext context = stream->context;
 
 	while (stream->done < target && !context->sticky)
-		pthread_cond_wait(&changed, &lock);
+		if (!wait_for_change(stream->held || all_held))
+			return CUDA_ERROR_LAUNCH_TIMEOUT;
 	stream->pageable = false;
 	return context->sticky;
 }

@@ -1,5 +1,6 @@
 """Tensors of other libraries, as far as they tell where their memory is; and the fake GPU's own
 streams and memory, as an application has them."""
+import contextlib
 import ctypes
 
 from kvio.transfer import KV
@@ -88,6 +89,16 @@ class Consumer:
     def done(self):
         ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(self.managed.deleter)(
             ctypes.addressof(self.managed))
+
+
+@contextlib.contextmanager
+def own_context(fake, device=0):
+    """Inside, a context of the application's own, and not the primary one, is current."""
+    context = fake.new("cuCtxCreate_v2", 0, device)
+    try:
+        yield
+    finally:
+        fake.do("cuCtxDestroy_v2", context)
 
 
 class Gpu:

@@ -203,7 +203,7 @@ def test_two_dimensions_are_those_of_numpy(app, fake_cuda, up, unified):
     assert (target == wanted).all()
     copy.height = 17                                    # leaves one of them
     assert fake_cuda.call("cuMemcpy2DAsync_v2", ctypes.byref(copy), stream) == INVALID
-    copy.height, copy.src_pitch = 2, 30                 # rows that overlap
+    copy.height, copy.src_pitch = 2, 35                 # rows that overlap, from src_x on
     assert fake_cuda.call("cuMemcpy2DAsync_v2", ctypes.byref(copy), stream) == INVALID
     copy.src_pitch = 1 << 31                            # above CU_DEVICE_ATTRIBUTE_MAX_PITCH
     assert fake_cuda.call("cuMemcpy2DAsync_v2", ctypes.byref(copy), stream) == INVALID
@@ -220,7 +220,7 @@ def test_three_dimensions_are_those_of_numpy(app, fake_cuda):
     fake_cuda.do("cuMemcpy3DAsync_v2", ctypes.byref(copy), stream)
     fake_cuda.do("cuStreamSynchronize", stream)
     assert (b == wanted).all()
-    copy.dst_height = 5                                 # slices that overlap
+    copy.dst_height = 10                                # slices that overlap, from dst_y on
     assert fake_cuda.call("cuMemcpy3DAsync_v2", ctypes.byref(copy), stream) == INVALID
 
 
