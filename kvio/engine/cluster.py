@@ -217,7 +217,7 @@ class Cluster:
         """Prefill engines, then decode engines."""
         return [*self.prefill, *self.decode]
 
-    async def __aexit__(self, *exc):
+    async def __aexit__(self, failed, *exc):
         self._closed = True
         for task in self._serving:
             task.cancel()
@@ -225,9 +225,11 @@ class Cluster:
         for engine in self.decode:
             await engine.stop()
         await drained(self._ending)
-        if self._strays:
+        if self._strays or failed:                  # a signal, say, cuts off moves under way
             await asyncio.gather(*(_close_ring(engine.ring) for engine in self.engines))
             await drained(list(self._strays))
+        while failed and not _closed([engine.nic for engine in self.engines]):
+            await asyncio.sleep(0.001)
         self._to_close.close()
 
     def kill(self, name: str) -> None:
