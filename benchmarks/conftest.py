@@ -17,6 +17,8 @@ from typing import NamedTuple                                               # no
 
 import pytest                                                               # noqa: E402
 
+from copy_report import CopyReport, quartiles                               # noqa: E402
+
 
 class Side(NamedTuple):
     """One of a pair: medians over the rounds. CPU is of the whole process, all threads."""
@@ -40,17 +42,20 @@ class Pair(NamedTuple):
     rounds: int
 
 
-def quartiles(values):
-    if len(values) < 2:
-        return (values[0],) * 3
-    return tuple(statistics.quantiles(values, n=4, method="inclusive"))
-
-
 def timed(function):
     """Wall and CPU seconds of one call."""
     cpu, wall = time.process_time(), time.perf_counter()
     function()
     return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("copies", "bench_copy.py")
+    group.addoption("--copy-table", type=Path, default=os.environ.get("KVIO_COPY_TABLE"),
+                    metavar="FILE", help="write the tables of bench_copy.py there, and its plot "
+                    "beside it (.svg); or KVIO_COPY_TABLE")
+    group.addoption("--copy-seconds", type=float, metavar="S", help="no further case of "
+                    "bench_copy.py starts after so many seconds")
 
 
 @pytest.fixture(scope="session")
@@ -120,11 +125,29 @@ def row(bench):
     return None
 
 
+COPIES = pytest.StashKey()
 HEAD = ["benchmark", "a", "b", "a ms", "b ms", "a GB/s", "b GB/s", "a CPU ms", "b CPU ms",
         "b/a time [quartiles]"]
 
 
+@pytest.fixture(scope="session")
+def copy_report(request):
+    """Where bench_copy.py puts what it found: shown and written when the session ends."""
+    report = CopyReport(request.config.getoption("--copy-table"))
+    request.config.stash[COPIES] = report
+    yield report
+    report.finish()
+
+
+def show_copies(terminalreporter, config):
+    report = config.stash.get(COPIES, None)
+    if report is not None and report.rows and (report.path or config.getoption("--benchmark-only")):
+        for line in ["", *report.lines()]:
+            terminalreporter.write_line(line)
+
+
 def pytest_terminal_summary(terminalreporter, config):
+    show_copies(terminalreporter, config)
     session = getattr(config, "_benchmarksession", None)
     if session is None or session.disabled:
         return

@@ -35,8 +35,11 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--model", metavar="NAME", help="of the part real: "
                          "smollm2 (default), or seeded:LAYERS, a tiny one that needs no package "
                          "and little CPU")
-    command.add_argument("--nic", default="soft", metavar="DEVICE", help="what all engines' NICs "
+    command.add_argument("--nic", metavar="DEVICE", help="what all engines' NICs "
                          "are opened on: soft (default), or verbs:HCA, whose links are not paced")
+    command.add_argument("--device", metavar="cuda:0", help="the GPU whose memory is all engines' "
+                         "HBM, and whose copy engines move all KV, not paced (default: host "
+                         "memory); the arithmetic stays on the CPU")
     command.add_argument("--exact", action="store_true", help="real model: arithmetic that is "
                          "bit for bit the same for any split of the tokens (slower)")
     command.add_argument("--nodes", action="append", metavar="1P2D", help="timed run: prefill and "
@@ -73,9 +76,17 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, on the way that Ctrl-C takes: transfers drain, temporary files go."""
 
 
-def _terminate(*_):
+def _terminate(_, frame):
+    """asyncio.run handles SIGINT by cancelling its main task, so that no other is torn."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)       # once; then it cleans up in peace
-    raise Terminated
+    _terminate.came = True
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    if not callable(on_interrupt) or on_interrupt is signal.default_int_handler:
+        raise Terminated
+    on_interrupt(signal.SIGINT, frame)
+
+
+_terminate.came = False
 
 
 def _take_sigterm():
@@ -92,15 +103,12 @@ def main(argv=None) -> int:
         parser().print_help()
         return 2
     arguments = parser().parse_args(argv)
-    before = _take_sigterm()
+    before, _terminate.came = _take_sigterm(), False
     try:
         return arguments.run(arguments)
-    except Terminated:
-        print("terminated", file=sys.stderr)
-        return 143
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        print("terminated" if _terminate.came else "interrupted", file=sys.stderr)
+        return 143 if _terminate.came else 130
     except KvioError as error:              # says itself what to do; a traceback adds nothing
         print(f"kvio: {error}", file=sys.stderr)
         return 2

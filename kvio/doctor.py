@@ -161,16 +161,31 @@ def _verbs():
 
 
 def _cuda():
-    library, reason = _open("libcuda.so.1")
+    """The GPUs by name, without a context of CUDA, and how the first one copies, with one."""
+    library, reason = _open(os.environ.get("KVIO_CUDA_LIBRARY") or "libcuda.so.1")
     if library is None:
-        return Finding("libcuda", "missing", reason,
-                       "nothing to do without a GPU: pools lie in host memory")
-    count = ctypes.c_int()
+        return Finding("GPU", "missing", reason, "nothing to do without a GPU: pools lie in host "
+                       "memory")
+    version, count, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(128)
+    library.cuDriverGetVersion(ctypes.byref(version))
+    driver = f"driver for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
     code = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
     if code or not count.value:
-        return Finding("libcuda", "limited", f"the driver is here, a GPU is not (CUresult {code})",
+        return Finding("GPU", "limited", f"{driver}, but no GPU (CUresult {code})",
                        "see nvidia-smi; in a container pass the GPU in (--gpus all)")
-    return Finding("libcuda", "ok", f"{count.value} GPUs")
+    gpus = []
+    for ordinal in range(count.value):
+        library.cuDeviceGetName(name, len(name), ordinal)
+        gpus.append(f"cuda:{ordinal} {name.value.decode(errors='replace')}")
+    try:
+        with kvio.Nic.open("cuda:0", copy="loop") as nic:
+            ways = nic.info()["copy"]["ways"]
+    except kvio.errors.KvioError as failed:
+        return Finding("GPU", "limited", f"{driver}; {', '.join(gpus)}; {failed}",
+                       "Nic.open(\"cuda:0\") fails like this; see nvidia-smi")
+    lacking = "".join(f"; no {way}: {why}" for way, why in ways.items() if why)
+    return Finding("GPU", "ok", f"{driver}; {', '.join(gpus)}; copies by "
+                   + ", ".join(way for way, why in ways.items() if not why) + lacking)
 
 
 def _usrbio():

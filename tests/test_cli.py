@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -121,4 +122,18 @@ def test_signals_end_the_demo_cleanly(tmp_path, part, number, status, word):
     _, errors = demo.communicate(timeout=60)
     assert demo.returncode == status, errors
     assert errors.strip().splitlines()[-1] == word and "Traceback" not in errors
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_the_midst_of_reads_leaves_no_traceback(tmp_path, number, status):
+    """All storage NICs have reads in flight then, whose tasks are cut off."""
+    demo = subprocess.Popen([*KVIO, "demo", "--only", "timed", "--dir", str(tmp_path)],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    assert "storing" in demo.stderr.readline()
+    time.sleep(3)                                       # stored, and served for a while
+    demo.send_signal(number)
+    _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == status and "Traceback" not in errors, errors
     assert os.listdir(tmp_path) == []

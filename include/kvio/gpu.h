@@ -40,7 +40,8 @@ enum kvio_cuda_memory { KVIO_CUDA_PINNED, KVIO_CUDA_DEVICE };
 int kvio_cuda_alloc(int device, uint64_t nbytes, uint32_t memory, uint64_t *addr,
 		    char *why, size_t room);
 void kvio_cuda_free(int device, uint64_t addr, uint32_t memory);
-/* Synchronous, for set-up, tests and engines on the CPU. Either side may be either memory. */
+/* Synchronous, for set-up, tests and engines on the CPU. Either side may be either memory; what is
+ * filled has to be the GPU's, or pinned. -EINVAL: it was freed. */
 int kvio_cuda_copy(int device, uint64_t target, uint64_t source, uint64_t nbytes,
 		   char *why, size_t room);
 int kvio_cuda_fill(int device, uint64_t target, uint8_t value, uint64_t nbytes,

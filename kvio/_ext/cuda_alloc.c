@@ -112,13 +112,14 @@ static CUresult enqueue_copy(struct cuda_dev *dev, uint64_t target, uint64_t sou
 static CUresult enqueue_fill(struct cuda_dev *dev, uint64_t target, uint64_t value,
 			     uint64_t nbytes)
 {
-	struct cuda_failure failure;
+	unsigned int type = 0;
+	CUresult code = cuda.pointer_attribute(&type, CUDA_POINTER_MEMORY_TYPE, target);
 
-	if (cuda_ordinal_of(target, &failure) >= 0)
-		return cuda.fill(target, (unsigned char)value, nbytes, dev->own);
-	if (!cuda_is_sticky(failure.code))
+	if (code == CUDA_OK && type == CUDA_MEMORY_HOST)
 		memset((void *)(uintptr_t)target, (int)value, nbytes);
-	return cuda_is_sticky(failure.code) ? failure.code : CUDA_OK;
+	else if (code == CUDA_OK)
+		code = cuda.fill(target, (unsigned char)value, nbytes, dev->own);
+	return code;		/* INVALID_VALUE: the driver knows no such memory (freed?) */
 }
 
 /* The domain's lock is not held: who drives transfers does not wait for this. A stream may be used

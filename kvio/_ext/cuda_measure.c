@@ -9,7 +9,7 @@
 
 #define SCRATCH_NBYTES (16u << 20)	/* of the device, and of pinned host memory */
 #define LONG_NS 40000000u
-#define MAX_STEPS 8u			/* 1, 2, 4, ... SMs */
+#define MAX_STEPS 12u			/* 1, 2, 4, ... SMs */
 #define MAX_KNOWN 16u			/* devices whose figures are kept */
 
 struct bench {

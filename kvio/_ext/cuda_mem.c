@@ -58,6 +58,13 @@ static bool is_pinned(uint64_t addr)
 
 /* ---- memory of the GPU ---- */
 
+static int refuse_other(const struct reason *reason, int ordinal)
+{
+	snprintf(reason->why, reason->room, "the memory is on cuda:%d, this NIC is cuda:%d",
+		 ordinal, reason->dev->ordinal);
+	return -EXDEV;
+}
+
 /* Every byte has to be allocated here. A range over several allocations is one of memory that was
  * mapped in pieces (VMM): copies cross from one to the next. */
 static int check_device(const struct reason *reason, const struct kvio_region *region,
@@ -73,11 +80,8 @@ static int check_device(const struct reason *reason, const struct kvio_region *r
 		int ordinal = cuda_ordinal_of(at, &failure);
 
 		cuda_note(dev, failure.code, failure.call);
-		if (ordinal >= 0 && ordinal != dev->ordinal) {
-			snprintf(reason->why, reason->room, "the memory is on cuda:%d, this NIC is "
-				 "cuda:%d", ordinal, dev->ordinal);
-			return -EXDEV;
-		}
+		if (ordinal >= 0 && ordinal != dev->ordinal)
+			return refuse_other(reason, ordinal);
 		if (ordinal < 0 || cuda.address_range(&base, &nbytes, at) != CUDA_OK ||
 		    at - base >= nbytes) {
 			snprintf(reason->why, reason->room, "cuda:%d: this GPU memory is not "
@@ -97,19 +101,24 @@ static int reg_device(const struct reason *reason, const struct kvio_region *reg
 		      struct cuda_region *out)
 {
 	struct cuda_dev *dev = reason->dev;
-	struct cuda_failure unused;
+	struct cuda_failure failure;
 	CUcontext context = NULL;
+	int ordinal = cuda_ordinal_of(region->addr, &failure);
 
-	out->is_device = true;
-	/* Stream-ordered and mapped memory belongs to no context; an old driver says so by an error. */
+	if (ordinal >= 0 && ordinal != dev->ordinal)
+		return refuse_other(reason, ordinal);
+	/* Stream-ordered and mapped memory belongs to no context; an old driver says so by an
+	 * error. */
 	if (cuda.pointer_attribute(&context, CUDA_POINTER_CONTEXT, region->addr) != CUDA_OK)
 		context = NULL;
-	if (!context || context == dev->context ||
-	    cuda_ordinal_of(region->addr, &unused) != dev->ordinal)
-		return check_device(reason, region, &out->span);
-	snprintf(reason->why, reason->room, "cuda:%d: the memory belongs to another context than "
-		 "the device's primary one, which is the only one that kvio uses", dev->ordinal);
-	return -EXDEV;
+	if (context && context != dev->context) {
+		snprintf(reason->why, reason->room, "cuda:%d: the memory belongs to another "
+			 "context than the device's primary one, which is the only one that kvio "
+			 "uses", dev->ordinal);
+		return -EXDEV;
+	}
+	out->is_device = true;
+	return check_device(reason, region, &out->span);	/* asks this context alone */
 }
 
 /* ---- pinned memory of the host ---- */
@@ -165,9 +174,11 @@ static uint64_t end_of_run(uint64_t addr, uint64_t end, bool pinned)
 	CUdeviceptr base;
 	size_t nbytes;
 
-	if (pinned && cuda.address_range(&base, &nbytes, addr) == CUDA_OK && addr >= base &&
-	    base + nbytes >= end)
-		return end;		/* a pool of many GB need not be asked page by page */
+	if (pinned && cuda.address_range(&base, &nbytes, addr) == CUDA_OK &&
+	    addr - base < nbytes) {	/* a pool of many GB need not be asked page by page */
+		base = (base + nbytes + page - 1) & ~(page - 1);
+		return base < end ? base : end;
+	}
 	for (addr += page; addr < end; addr += page)
 		if (is_pinned(addr) != pinned)
 			return addr;

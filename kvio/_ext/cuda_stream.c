@@ -50,7 +50,7 @@ int cuda_after(struct kvio_qp *base, uint64_t stream)
 			rc = cuda_refuse(dev, code, "cuStreamWaitEvent", nic->why,
 					 sizeof(nic->why));
 	}
-	cuda_event_give(dev, event);	/* a wait is for what the event stood for when it was made */
+	cuda_event_give(dev, event);	/* a wait is for what the event stood for at the call */
 	cuda_leave(dev);
 	return rc;
 }

@@ -2,7 +2,8 @@
 
 A request is matched against the store, routed by the scheduler, carried along its `ReadPlan`,
 decoded, and its new full blocks are persisted. The engines differ from a real deployment in what
-is emulated: bandwidths of NICs (by the soft NIC and paced rings), and HBM (host memory).
+is emulated: bandwidths of NICs (by the soft NIC and paced rings), and HBM, which is host memory
+unless a GPU (`ClusterConfig.device`) is to hold it.
 """
 import asyncio
 import contextlib
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from kvio.engine.collectives import CollectiveSetting, Collectives
 from kvio.engine.decode import DecodeEngine
+from kvio.engine.hbm import DeviceHbm, HostHbm, check_device
 from kvio.engine.moves import drained
 from kvio.engine.oracle import CopyMover, MemoryStore
 from kvio.engine.prefill import PrefillEngine
@@ -38,9 +40,10 @@ class ClusterConfig:
     """Sizes and emulated bandwidths. Rates are bytes per second a direction; 0 is unlimited.
 
     nic: what every engine's compute NIC is opened on, "soft" or "verbs:HCA" (all of them on one
-    HCA, then); only soft NICs can be paced. kv_class: the traffic class of all KV. collectives:
-    what the decode engines exchange in each step beside it, None for nothing. persist_class: the
-    traffic class of decode's copies from HBM to DRAM, None for kv_class.
+    HCA, then); only soft NICs can be paced. device: a GPU, "cuda:0", whose memory is all engines'
+    HBM; its copy engines are their compute NICs. kv_class: the traffic class of all KV.
+    collectives: what the decode engines exchange in each step beside it, None for nothing.
+    persist_class: the traffic class of decode's copies from HBM to DRAM, None for kv_class.
 
     policy: who reads, a name or an object of `kvio.scheduler.paths`; None: by the mode. One that
     pushes says so (`pushes = True`, as `Push` does): PE HBM is open to others' writes then alone.
@@ -75,6 +78,7 @@ class ClusterConfig:
     batch_tokens: int | None = None
     max_attempts: int = 3
     read_timeout_s: float | None = None
+    device: str | None = None
 
     def __post_init__(self):
         Recovery(self.max_attempts, self.read_timeout_s)
@@ -92,6 +96,8 @@ class ClusterConfig:
         if self.nic != "soft" and self.cnic_bytes_per_s:
             raise InvalidArgument(f"cnic_bytes_per_s paces soft NICs; {self.nic!r} goes as fast "
                                   "as it goes: leave it 0")
+        if self.device is not None:
+            check_device(self)
 
     @property
     def recovery(self) -> Recovery:
@@ -125,6 +131,10 @@ class Cluster:
         if (mode == "oracle") != isinstance(store, MemoryStore):
             raise InvalidArgument("mode 'oracle' goes with a MemoryStore, and no other mode does: "
                                   f"not {mode!r} with {store!r}")
+        if config.device is not None and (mode == "oracle" or fabric is not None):
+            raise InvalidArgument(f"HBM on {config.device} is out of the CPU's reach and of a "
+                                  "Fabric's: mode 'oracle' (which copies by the CPU), and fabric=, "
+                                  "go without device=")
         self.config, self.mode, self.store = config, mode, store
         self.layout, self._make_compute = config.layout, make_compute
         self._tracer = tracer
@@ -140,7 +150,7 @@ class Cluster:
         self._strays = set()                        # reads that were given up and go on
         self._mended = dict.fromkeys(MENDED, 0)
         self.collectives, self._fabric = None, fabric
-        if self._fabric is None and config.nic == "soft":
+        if self._fabric is None and config.nic == "soft" and config.device is None:
             self._fabric = Fabric()
 
     async def __aenter__(self):
@@ -166,27 +176,34 @@ class Cluster:
         self._connect()
 
     def _parts(self, name, stack):
-        """What every node has: a storage ring, a compute NIC, arithmetic, a buffer."""
+        """What every node has: a storage ring, a compute NIC, HBM, arithmetic, a buffer."""
         config, ring = self.config, None
         if self.store is not None:
             ring = stack.enter_context(contextlib.closing(self.store.open_ring(
                 read_bytes_per_s=config.snic_bytes_per_s,
                 write_bytes_per_s=config.snic_bytes_per_s, name=name)))
         nic = stack.enter_context(contextlib.closing(Nic.open(
-            config.nic, name=name, fabric=self._fabric, bytes_per_s=config.cnic_bytes_per_s)))
-        nic.listen(name)
+            config.device or config.nic, name=name, fabric=self._fabric,
+            bytes_per_s=config.cnic_bytes_per_s)))
+        nic.listen(self._address(name))
+        memory = HostHbm() if config.device is None else stack.enter_context(
+            contextlib.closing(DeviceHbm(config.device, self._address(name))))
         compute = stack.enter_context(contextlib.closing(self._make_compute()))
         if self._tracer is not None:
             compute = self._tracer.compute(compute, name)
-        return {"ring": ring, "nic": nic, "compute": compute,
+        return {"ring": ring, "nic": nic, "memory": memory, "compute": compute,
                 "buffer_blocks": config.buffer_blocks}
+
+    def _address(self, name):
+        """Names on a GPU are those of the whole process, which may have other clusters."""
+        return name if self.config.device is None else f"{name} of {id(self):x}"
 
     def _connect(self):
         """Every NIC with every other, once each way: any node may lend its NIC, or push."""
         persist = self.config.persist_class
         classes = [self.config.kv_class, *([] if persist in (None, self.config.kv_class)
                                            else [persist])]
-        self._peers = {(a.name, b.name): a.nic.connect(b.name, classes=classes)
+        self._peers = {(a.name, b.name): a.nic.connect(self._address(b.name), classes=classes)
                        for a in self.engines for b in self.engines}
         self._max_sge = min(qp["max_sge"] for peer in self._peers.values()
                             for qp in peer.query().values())
@@ -200,7 +217,7 @@ class Cluster:
         """Prefill engines, then decode engines."""
         return [*self.prefill, *self.decode]
 
-    async def __aexit__(self, *exc):
+    async def __aexit__(self, failed, *exc):
         self._closed = True
         for task in self._serving:
             task.cancel()
@@ -208,9 +225,11 @@ class Cluster:
         for engine in self.decode:
             await engine.stop()
         await drained(self._ending)
-        if self._strays:
+        if self._strays or failed:                  # a signal, say, cuts off moves under way
             await asyncio.gather(*(_close_ring(engine.ring) for engine in self.engines))
             await drained(list(self._strays))
+        while failed and not _closed([engine.nic for engine in self.engines]):
+            await asyncio.sleep(0.001)
         self._to_close.close()
 
     def kill(self, name: str) -> None:

@@ -1,20 +1,24 @@
 """Two kinds of arithmetic behind one interface: a real language model, and a timed stand-in.
 
-Both read the KV of hit tokens from the bytes that lie in "HBM" (host memory here) and write the
-KV of new tokens back as bytes, so whatever storage and NICs do to those bytes shows in the
-tokens. The stand-in sleeps in place of the arithmetic: its KV is a known function of token,
-position and layer, it checks every record it is given, and its next token depends on them.
+Both read the KV of hit tokens from the bytes that lie in HBM (`hbm`: a GPU's memory, or the host's
+in its place) and write the KV of new tokens back as bytes, so whatever storage and NICs do to those
+bytes shows in the tokens. The stand-in sleeps in place of the arithmetic: its KV is a known
+function of token, position and layer, it checks every record it is given, and its next token
+depends on them.
 
 A prefill state and a decode state live as long as their request; an engine calls the methods of
 one state one after the other.
 """
 import asyncio
 import concurrent.futures
+import functools
+import operator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvio.engine.clock import now_s, sleep_until
+from kvio.engine.hbm import Slot, new_records
 from kvio.errors import InvalidArgument
 from kvio.layout import BlockLayout
 
@@ -61,9 +65,9 @@ class ModelCompute:
         """State for computing tokens[num_hits:] after num_hits tokens whose KV is loaded."""
         return _ModelPrefill(self.model.embed(tokens[num_hits:]), num_hits, tokens)
 
-    async def prefill_layer(self, state, layer: int, slot: np.ndarray, ready_s: float) -> float:
-        """Compute one layer. `slot` is uint8 [tokens, bytes_per_token]: hits are read from it,
-        new KV is written behind them. Returns when it was done."""
+    async def prefill_layer(self, state, layer: int, slot: Slot, ready_s: float) -> float:
+        """Compute one layer. `slot` is HBM: hits are read from it, new KV is written behind them.
+        Returns when it was done."""
         await self._run(self._prefill_layer, state, layer, slot)
         return now_s()
 
@@ -71,9 +75,10 @@ class ModelCompute:
         total, hits = len(state.tokens), state.num_hits
         if self._cache is None or len(self._cache) < total:
             self._cache = self._rows(total)
-        self.model.unpack(slot[:hits], self._cache[:hits])
+        self.model.unpack(slot.rows(0, hits), self._cache[:hits])
         state.hidden, new = self.model.layer(layer, state.hidden, hits, self._cache)
-        self.model.pack(new, slot[hits:total])
+        with slot.new_rows(hits, total) as rows:
+            self.model.pack(new, rows)
 
     async def first_token(self, state):
         """(token, margin): the greedy token after the prompt."""
@@ -105,11 +110,12 @@ class ModelCompute:
         positions = [sequence.num_tokens for sequence in sequences]
         tokens = [sequence.request.generated[-1] for sequence in sequences]
         hidden = self.model.embed(np.array(tokens, np.uint32))
-        for layer in range(self.layout.num_layers):
-            caches = [sequence.state.caches[layer] for sequence in sequences]
-            hidden, new = self.model.decode(layer, hidden, positions, caches)
-            for i, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
-                self.model.pack(new[i:i + 1], sequence.kv_rows(position)[layer:layer + 1])
+        with new_records(sequences) as records:
+            for layer in range(self.layout.num_layers):
+                caches = [sequence.state.caches[layer] for sequence in sequences]
+                hidden, new = self.model.decode(layer, hidden, positions, caches)
+                for i, record in enumerate(records):
+                    self.model.pack(new[i:i + 1], record[layer:layer + 1])
         return self._greedy(hidden, positions)
 
 
@@ -155,12 +161,12 @@ class TimedCompute:
         lanes = (np.asarray(layer, np.uint64) + np.uint64(1)) * np.uint64(0x165667B19E3779F9)
         return (words ^ lanes) * np.uint64(0xD6E8FEB86659FD93)
 
-    def _check(self, kv_bytes, tokens, layer):
-        """Look into every record, at every 16th word and the last; returns a digest of what was
-        really there."""
+    def _check(self, kv_bytes, tokens, position, layer):
+        """Look into the records of these tokens, at every 16th word and the last; returns a digest
+        of what was really there."""
         words = kv_bytes.reshape(len(tokens), -1).view(np.uint64)
         probes = words[:, [*range(0, words.shape[1] - 1, 16), -1]]
-        wrong = (probes != self.records(tokens, 0, layer)[:, None]).any(axis=1)
+        wrong = (probes != self.records(tokens, position, layer)[:, None]).any(axis=1)
         self.num_kv_errors += int(np.count_nonzero(wrong))
         return int(np.bitwise_xor.reduce(probes[:, -1]))
 
@@ -182,12 +188,19 @@ class TimedCompute:
     async def prefill_layer(self, state, layer, slot, ready_s):
         hits = state.num_hits
         new = len(state.tokens) - hits
-        self.write_records(slot[hits:hits + new], state.tokens[hits:], hits, layer)
-        state.digest ^= self._check(slot[:hits + new], state.tokens, layer)
+        await slot.run(self._prefill_layer, state, layer, slot)
         seconds = new * self.prefill_s_per_token
         if self.attention_time is not None:
             seconds += self.attention_time(hits, new)
         return await self._stream(seconds / self.layout.num_layers, ready_s)
+
+    def _prefill_layer(self, state, layer, slot):
+        tokens, hits = state.tokens, state.num_hits
+        if hits:
+            state.digest ^= self._check(slot.rows(0, hits), tokens[:hits], 0, layer)
+        with slot.new_rows(hits, len(tokens)) as rows:
+            self.write_records(rows, tokens[hits:], hits, layer)
+            state.digest ^= self._check(rows, tokens[hits:], hits, layer)
 
     def _token(self, *seed):
         value = 0x243F6A8885A308D3
@@ -200,20 +213,27 @@ class TimedCompute:
         return self._token(state.tokens[-1], len(state.tokens), state.digest)
 
     async def begin_decode(self, sequence):
+        sequence.state = await sequence.memory.run(self._begin_decode, sequence)
+
+    def _begin_decode(self, sequence):
         tokens = np.asarray(sequence.tokens[:sequence.num_tokens], np.uint32)
-        sequence.state = 0
-        for layer in range(self.layout.num_layers):
-            sequence.state ^= self._check(sequence.kv_bytes(layer), tokens, layer)
+        digests = (self._check(sequence.kv_bytes(layer), tokens, 0, layer)
+                   for layer in range(self.layout.num_layers))
+        return functools.reduce(operator.xor, digests)
 
     async def decode_step(self, sequences):
-        layers = np.arange(self.layout.num_layers)
-        for sequence in sequences:
-            self.write_records(sequence.kv_rows(sequence.num_tokens),
-                               sequence.request.generated[-1:], sequence.num_tokens, layers)
-            sequence.state ^= self._digest(sequence.request.generated[-1:], sequence.num_tokens)
+        await sequences[0].memory.run(self._decode_step, sequences)
         await self._stream(self.decode_s, now_s())
         return [self._token(s.request.generated[-1], s.num_tokens + 1, s.state)
                 for s in sequences]
+
+    def _decode_step(self, sequences):
+        layers = np.arange(self.layout.num_layers)
+        with new_records(sequences) as records:
+            for sequence, rows in zip(sequences, records, strict=True):
+                token, position = sequence.request.generated[-1:], sequence.num_tokens
+                self.write_records(rows, token, position, layers)
+                sequence.state ^= self._digest(token, position)
 
     def _digest(self, tokens, position):
         """What `_check` makes of one token's records in all layers: tokens depend on all KV before

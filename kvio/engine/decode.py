@@ -1,12 +1,14 @@
 """The decode engine: continuous batching over KV blocks in its HBM, persisted as they fill up.
 
-"HBM" is host memory here, registered with the engine's own NIC; it is kept layer by layer.
+Its HBM (host memory, or a GPU's: `hbm`) is registered with the engine's own NIC; it is kept layer
+by layer.
 """
 import asyncio
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvio.engine.hbm import HostHbm
 from kvio.engine.moves import drained, move
 from kvio.engine.node import Node
 from kvio.engine.request import chained_keys
@@ -22,9 +24,11 @@ __all__ = ["DecodeEngine", "Sequence"]
 
 @dataclass(eq=False)
 class Sequence:
-    """A request in decode: `num_tokens` have KV in the HBM blocks `ids`."""
+    """A request in decode: `num_tokens` have KV in the blocks `ids` of the HBM `pool`, which lies
+    in `memory`."""
 
     request: object
+    memory: object
     pool: LayerPool
     ids: np.ndarray
     num_tokens: int
@@ -39,25 +43,30 @@ class Sequence:
                                np.asarray(self.request.generated, np.uint32)])
 
     def kv_bytes(self, layer: int) -> np.ndarray:
-        """A copy of the KV of a layer: uint8 [num_tokens, bytes_per_token]."""
-        blocks = self.pool.layer(layer)[self.ids]
+        """The KV of a layer, to be read: uint8 [num_tokens, bytes_per_token]."""
+        held = self.ids[:self.pool.layout.num_blocks(self.num_tokens)]
+        blocks = self.memory.blocks(self.pool, layer, held)
         return blocks.reshape(-1, blocks.shape[-1])[:self.num_tokens]
 
-    def kv_rows(self, position: int) -> np.ndarray:
-        """The records of one token in all layers: a uint8 view [num_layers, bytes_per_token]."""
-        block, offset = divmod(position, self.pool.layout.block_tokens)
-        return self.pool.records(self.ids[block], offset)
+    @property
+    def next_place(self) -> tuple[int, int]:
+        """(block id, offset in the block) of the token whose KV comes next."""
+        block, offset = divmod(self.num_tokens, self.pool.layout.block_tokens)
+        return int(self.ids[block]), offset
 
 
 class DecodeEngine(Node):
-    """One GPU's worth of decode: all its sequences advance by a token a step."""
+    """One GPU's worth of decode: all its sequences advance by a token a step. `memory`: where its
+    HBM is, see `hbm`."""
 
     def __init__(self, engine_id, node_id, name, layout, ring, nic, *, compute, buffer_blocks,
-                 hbm_blocks):
+                 hbm_blocks, memory=None):
         super().__init__(node_id, name, layout, ring, nic, buffer_blocks,
                          Access.REMOTE_READ | Access.REMOTE_WRITE | Access.LOCAL_WRITE)
         self.engine_id, self.compute = engine_id, compute
-        self.hbm = LayerPool(layout, hbm_blocks, poison=True)
+        self.memory = HostHbm() if memory is None else memory
+        self.hbm = LayerPool(layout, hbm_blocks, poison=True, memory=self.memory.allocate(
+            layout.num_layers * hbm_blocks * layout.layer_block_nbytes(0)))
         self.hbm_key = nic.register(self.hbm.region, Access.LOCAL_WRITE).key
         self.num_requests = self.num_tokens = 0     # assigned and not yet decoded
         self.promised_blocks = 0                    # HBM of assigned requests, held or to come

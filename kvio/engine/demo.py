@@ -17,7 +17,7 @@ from dataclasses import replace
 from kvio.engine.cluster import ClusterConfig
 from kvio.engine.compute import ModelCompute
 from kvio.engine.demo_collectives import collectives_part
-from kvio.engine.demo_common import Progress, check_hits, fresh_store, serve
+from kvio.engine.demo_common import Progress, check_hits, fresh_store, serve, where
 from kvio.engine.demo_model import check_model, load_model, one_blas_thread
 from kvio.engine.demo_timed import TimedSetting, timed_part
 from kvio.engine.report import render
@@ -52,12 +52,13 @@ def compare_tokens(reference: dict, other: dict) -> list[str]:
 
 def real_part(folder=None, exact: bool = False, progress=None, modes=("none", "basic", "dualpath"),
               num_turns: int | None = None, num_new_tokens: int | None = None,
-              model: str = "smollm2", nic: str = "soft", tracer: Tracer | None = None) -> dict:
+              model: str = "smollm2", nic: str = "soft", tracer: Tracer | None = None,
+              device: str | None = None) -> dict:
     """A language model over a small conversation of agents; figures per mode.
 
     The agents go in step, so that each round's requests are routed while the others' reads are
     still queued and both read paths are taken. `model`: see `load_model`; `nic`: "soft", or an
-    RDMA NIC for all engines. `tracer` notes the last mode.
+    RDMA NIC for all engines; `device`: the GPU whose memory is HBM. `tracer` notes the last mode.
     """
     progress = progress or Progress(quiet=True)
     limited = one_blas_thread(check_model(model) == "smollm2")
@@ -66,7 +67,8 @@ def real_part(folder=None, exact: bool = False, progress=None, modes=("none", "b
     layout, sessions = made.layout, made.sessions
     total = sum(len(s.turns) for s in sessions)
     config = ClusterConfig(layout, buffer_blocks=made.num_blocks, hbm_blocks=made.num_blocks,
-                           max_tokens=made.max_tokens, model_name=made.name, nic=nic)
+                           max_tokens=made.max_tokens, model_name=made.name, nic=nic,
+                           device=device)
     results, tokens = {}, {}
     with limited:
         for mode in modes:
@@ -83,7 +85,8 @@ def real_part(folder=None, exact: bool = False, progress=None, modes=("none", "b
             results[mode], tokens[mode] = result, served
     mismatches = {m: compare_tokens(tokens[modes[0]], tokens[m]) for m in modes[1:]}
     first = tokens[modes[0]][sessions[0].name][-1]
-    return {"modes": results, "mismatches": mismatches, "model": made.title, "nic": nic,
+    return {"modes": results, "mismatches": mismatches, "model": made.title,
+            **where(results, nic, device),
             "tokens_equal": not any(mismatches.values()),
             "only_ties": not any(line.endswith(NO_TIE) for lines in mismatches.values()
                                  for line in lines),
@@ -100,25 +103,15 @@ def run(arguments) -> int:
     if arguments.turns is not None and arguments.turns < 1:
         raise InvalidArgument(f"--turns must be at least 1, not {arguments.turns}")
     settings = list(_settings(arguments))       # refused now, and not after the real model
-    nic, model = arguments.nic, check_model(arguments.model or DEFAULT_MODEL)
-    report, parts = {}, _wanted_parts(arguments, model)
+    nic, device = arguments.nic or "soft", arguments.device
+    model = check_model(arguments.model or DEFAULT_MODEL)
+    parts = _wanted_parts(arguments, model)
     _refuse_unused(arguments, parts)
-    Nic.open(nic).close()
-    runs, tracer = _runs(arguments), _tracer(arguments, parts)
-    if "real" in parts:
-        real = real_part(arguments.dir, arguments.exact, progress, model=model, nic=nic,
-                         tracer=None if "timed" in parts else tracer)
-        report["real"] = {**real.pop("modes"), "summary": real}
-    if "timed" in parts:
-        tracers = {runs[-1]: tracer} if tracer is not None else None    # of the first setting
-        timed = [timed_part(setting, arguments.dir, progress, runs, nic, arguments.link_time,
-                            tracers if setting is settings[0] else None) for setting in settings]
-        for part in timed:
-            name = "timed" if part is timed[0] else f"timed_{part['nodes'].lower()}"
-            report[name] = {**part.pop("modes"), "summary": part}
-    if "collectives" in parts:
-        part = collectives_part(nic=nic, progress=progress)
-        report["collectives"] = {**part.pop("modes"), "summary": part}
+    if device is not None:
+        _refuse_beside_device(arguments, parts)
+    with Nic.open(device or nic):               # it is there; what copies cost is measured once
+        runs, tracer = _runs(arguments), _tracer(arguments, parts)
+        report = _report(arguments, parts, settings, runs, tracer, progress, model, nic)
     report["tokens_equal"] = all(p["tokens_equal"] for p in _summaries(report))
     report["ok"] = all(p["tokens_equal"] or p.get("only_ties", False)
                        for p in _summaries(report)) and all(
@@ -128,6 +121,27 @@ def run(arguments) -> int:
         tracer.write(arguments.trace_out)
     print(json.dumps(report, indent=2) if arguments.json else render(report))
     return 0 if report["ok"] else 1
+
+
+def _report(arguments, parts, settings, runs, tracer, progress, model, nic):
+    """The figures of all parts."""
+    report, device = {}, arguments.device
+    if "real" in parts:
+        real = real_part(arguments.dir, arguments.exact, progress, model=model, nic=nic,
+                         tracer=None if "timed" in parts else tracer, device=device)
+        report["real"] = {**real.pop("modes"), "summary": real}
+    if "timed" in parts:
+        tracers = {runs[-1]: tracer} if tracer is not None else None    # of the first setting
+        timed = [timed_part(setting, arguments.dir, progress, runs, nic, arguments.link_time,
+                            tracers if setting is settings[0] else None, device)
+                 for setting in settings]
+        for part in timed:
+            name = "timed" if part is timed[0] else f"timed_{part['nodes'].lower()}"
+            report[name] = {**part.pop("modes"), "summary": part}
+    if "collectives" in parts:
+        part = collectives_part(nic=nic, progress=progress)
+        report["collectives"] = {**part.pop("modes"), "summary": part}
+    return report
 
 
 def _wanted_parts(arguments, model):
@@ -150,6 +164,22 @@ def _refuse_unused(arguments, parts):
         if given and part not in parts:
             raise InvalidArgument(f"{option} is of the part {part}, and only {', '.join(parts)} "
                                   f"would run: add --only {part}, or leave {option} out")
+
+
+def _refuse_beside_device(arguments, parts):
+    """What HBM on a GPU does not go with."""
+    device = arguments.device
+    if not device.startswith("cuda"):
+        raise InvalidArgument(f"--device takes a GPU like cuda:0, not {device!r}; NICs are --nic")
+    for option, given, why in (
+            ("--nic", arguments.nic, "its copy engines are the compute NICs"),
+            ("--link-time", arguments.link_time, "its copies take their own time"),
+            ("--policy oracle", "oracle" in (arguments.policy or ()), "oracle copies by the CPU, "
+             "out of whose reach it is"),
+            ("--collectives", "collectives" in parts, "engines that share it have no links")):
+        if given:
+            raise InvalidArgument(f"HBM on {device} and {option} do not go together: {why}; leave "
+                                  "one of them out")
 
 
 def _runs(arguments):

@@ -11,7 +11,7 @@ from kvio.engine.request import predicted_hit_tokens
 from kvio.engine.workload import run_sessions
 from kvio.storage import BlockStore
 
-__all__ = ["Progress", "check_hits", "fresh_store", "serve"]
+__all__ = ["Progress", "check_hits", "fresh_store", "serve", "where"]
 
 
 class Progress:
@@ -71,3 +71,11 @@ def check_hits(result, served, sessions, layout):
     found = {name: [r.num_hit_tokens for r in requests] for name, requests in served.items()}
     result["predicted_hit_tokens"] = sum(map(sum, predicted.values()))
     result["hits_as_predicted"] = predicted == found
+
+
+def where(results, nic, device):
+    """What carried KV, and where HBM was, from the figures of any mode: for the report."""
+    if device is None:
+        return {"nic": nic, "hbm": "host memory"}
+    title = next(iter(results.values()))["hbm"]["title"]
+    return {"nic": device, "hbm": f"the memory of {device} ({title})"}

@@ -14,7 +14,7 @@ from kvio.analysis import alpha_tokens, beta_tokens
 from kvio.engine.clock import run_in_link_time
 from kvio.engine.cluster import ClusterConfig
 from kvio.engine.compute import TimedCompute
-from kvio.engine.demo_common import Progress, check_hits, fresh_store, serve
+from kvio.engine.demo_common import Progress, check_hits, fresh_store, serve, where
 from kvio.engine.link_storage import LinkStore
 from kvio.engine.oracle import MemoryStore
 from kvio.engine.workload import prime_store, timed_sessions, timed_totals
@@ -35,7 +35,8 @@ RUNS = {"basic": ("basic", None), "dualpath": ("dualpath", "shorter_queue"),
 
 @dataclass(frozen=True)
 class TimedSetting:
-    """A timed run. All bandwidths are emulated; `why` says how they were chosen.
+    """A timed run. All bandwidths are emulated, NICs' where they are soft; `why` says how
+    they were chosen.
 
     `context_tokens`, `append_tokens` and `new_tokens` are ranges, or with `spread` > 0 the medians'
     and bounds of lognormal draws (`timed_sessions`). `attention_share` of a request's compute is
@@ -63,8 +64,12 @@ class TimedSetting:
     quota_s: float | None = None
     batch_tokens: int | None = None
 
-    why = ("a tenth of what one disk gives, so that three emulated SNICs together stay below it; "
-           "8 CNICs of one SNIC's bandwidth a node, as in the paper's nodes, seen as one")
+    why_snic = "a tenth of what one disk gives, so that three emulated SNICs together stay below it"
+    why_cnic = "8 CNICs of one SNIC's bandwidth a node, as in the paper's nodes, seen as one"
+
+    def why(self, nic: str) -> str:
+        """How the emulated rates were chosen."""
+        return f"{self.why_snic}; {self.why_cnic}" if nic == "soft" else self.why_snic
 
     @property
     def name(self) -> str:
@@ -94,36 +99,39 @@ class TimedSetting:
                                       sum(self.layout.layer_bytes_per_token)),
                 "beta": beta_tokens((totals["hit_tokens"] + totals["miss_tokens"]) / compute_s)}
 
-    def config(self, totals: dict, nic: str, longest: int) -> ClusterConfig:
+    def config(self, totals: dict, nic: str, longest: int,
+               device: str | None = None) -> ClusterConfig:
         """The cluster. A node's buffer and HBM hold the requests that one SNIC and one GPU keep
         busy, as far as the machine's memory goes."""
         blocks = self.layout.num_blocks(longest)
         return ClusterConfig(
             self.layout, self.num_prefill, self.num_decode, self.snic_bytes_per_s,
-            self.cnic_bytes_per_s(nic), buffer_blocks=max(640, blocks),
+            0 if device else self.cnic_bytes_per_s(nic), buffer_blocks=max(640, blocks),
             hbm_blocks=max(1600, blocks), max_tokens=max(8192, longest), depth=self.depth,
             model_name="timed", nic=nic, quota_s=self.quota_s,
-            batch_tokens=self.batch_tokens, **self.thresholds(totals))
+            batch_tokens=self.batch_tokens, device=device, **self.thresholds(totals))
 
 
 def timed_part(setting: TimedSetting = TimedSetting(), folder=None, progress=None,
                runs=("basic", "dualpath"), nic: str = "soft", link_time: bool = False,
-               tracers: dict | None = None) -> dict:
+               tracers: dict | None = None, device: str | None = None) -> dict:
     """The storage-bound trace on timed stand-in compute, once for each of `runs` (names of RUNS);
-    figures of each and its speed-up over Basic. An RDMA NIC (`nic`) is not paced. `tracers` maps
-    names of runs to the `Tracer` that notes them."""
+    figures of each and its speed-up over Basic. An RDMA NIC (`nic`) is not paced, nor are copies
+    where a GPU's memory is HBM (`device`). `tracers` maps names of runs to the `Tracer` that notes
+    them."""
     progress, layout = progress or Progress(quiet=True), setting.layout
     for name in runs:
         if name not in RUNS:
             raise InvalidArgument(f"a run is one of {', '.join(RUNS)}, not {name!r}")
-    if link_time and nic != "soft":
-        raise InvalidArgument(f"{nic!r} has a clock of its own: link time is for soft NICs")
+    if link_time and (device or nic) != "soft":
+        raise InvalidArgument(f"{device or nic!r} has a clock of its own: link time is for soft "
+                              "NICs")
     sessions = setting.sessions()
     totals = timed_totals(sessions, layout)
     per_token = setting.prefill_s_per_token(totals)
     longest = max(len(s.context) + sum(len(t.append) + t.num_new_tokens for t in s.turns)
                   for s in sessions)
-    config = setting.config(totals, nic, longest)
+    config = setting.config(totals, nic, longest, device)
 
     def compute():
         return TimedCompute(layout, per_token, setting.decode_s, setting.vocabulary,
@@ -146,7 +154,8 @@ def timed_part(setting: TimedSetting = TimedSetting(), folder=None, progress=Non
         results[name] = result
         tokens[name] = {n: [r.generated for r in rs] for n, rs in served.items()}
     return {"modes": results, "tokens_equal": all(t == tokens[runs[0]] for t in tokens.values()),
-            **_verdict(results, setting, totals, per_token, nic, link_time)}
+            **where(results, nic, device),
+            **_verdict(results, setting, totals, per_token, device or nic, link_time)}
 
 
 @contextlib.contextmanager
@@ -182,7 +191,7 @@ def _verdict(results, setting, totals, per_token, nic, link_time):
     """Speed-ups, unless Basic's SNIC was idle too often for storage to have been the limit."""
     load_s = totals["hit_bytes"] / setting.snic_bytes_per_s
     verdict = {
-        "nodes": setting.name, "nic": nic, "num_agents": setting.num_agents,
+        "nodes": setting.name, "num_agents": setting.num_agents,
         **{name: totals[name] for name in ("num_requests", "hit_tokens", "miss_tokens",
                                            "hit_bytes")},
         "clock": "link time" if link_time else "real time",
@@ -193,7 +202,7 @@ def _verdict(results, setting, totals, per_token, nic, link_time):
         "emulated": {"snic_bytes_per_s": setting.snic_bytes_per_s,
                      "cnic_bytes_per_s": setting.cnic_bytes_per_s(nic) or None,
                      "prefill_s_per_new_token": per_token, "decode_step_s": setting.decode_s,
-                     "why": setting.why}}
+                     "why": setting.why(nic)}}
     if "basic" in results and len(results) > 1:
         busy = [s["busy_share"] for name, s in results["basic"]["snics"].items()
                 if name.startswith("pe")]

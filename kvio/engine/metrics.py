@@ -1,5 +1,6 @@
 """Figures of one run of the embedded cluster, as plain data."""
 import statistics
+from collections import Counter
 
 import numpy as np
 
@@ -66,6 +67,8 @@ def figures(cluster, served: dict, jct_s: float) -> dict:
         "snic_max_over_avg": snic_max_over_avg(
             [e.ring for e in cluster.engines if e.ring is not None]),
     }
+    if cluster.config.device is not None:
+        result["hbm"] = _hbm(cluster, nics)
     for engine in cluster.engines:
         if engine.ring is not None:
             stats = engine.ring.stats()
@@ -74,6 +77,17 @@ def figures(cluster, served: dict, jct_s: float) -> dict:
                 "busy_share": stats["read_busy_ns"] / 1e9 / jct_s
                 if cluster.config.snic_bytes_per_s else None}
     return result
+
+
+def _hbm(cluster, nics):
+    """Of HBM on a GPU: how KV was copied (how often each way was taken), and what the arithmetic,
+    which is the CPU's, had copied beside that."""
+    memories, segments = [engine.memory for engine in cluster.engines], Counter()
+    for stats in nics.values():
+        segments.update({way: each["segments"] for way, each in stats.get("copies", {}).items()})
+    return {"device": cluster.config.device, "title": memories[0].title, "ways": dict(+segments),
+            "fetched_bytes": sum(memory.fetched_nbytes for memory in memories),
+            "written_bytes": sum(memory.written_nbytes for memory in memories)}
 
 
 def _mean(values):

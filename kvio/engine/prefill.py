@@ -1,14 +1,13 @@
 """The prefill engine: layerwise, so that only a few layers of a batch lie in its HBM.
 
-"HBM" is host memory here, registered with the engine's own NIC as GPU memory would be; all KV
-goes in and out through that NIC.
+Its HBM (host memory, or a GPU's: `hbm`) is registered with the engine's own NIC; all KV goes in and
+out through that NIC.
 """
 import asyncio
 
-import numpy as np
-
 from kvio.engine.batches import Batches
 from kvio.engine.clock import now_s
+from kvio.engine.hbm import HostHbm, Slot
 from kvio.engine.moves import drained
 from kvio.engine.node import Node
 from kvio.errors import InvalidArgument
@@ -16,8 +15,7 @@ from kvio.layout import BlockLayout, Side
 from kvio.loader import COMPUTE, RELEASE, Binding, chunk_steps, run_plan
 from kvio.loader.mover import Place
 from kvio.loader.plan import DE_BUFFER, PE_HBM
-from kvio.memory import POISON, Region
-from kvio.pages import anonymous
+from kvio.memory import Region
 from kvio.transfer import Access
 
 __all__ = ["Prefill", "PrefillEngine", "Workspace"]
@@ -25,13 +23,14 @@ __all__ = ["Prefill", "PrefillEngine", "Workspace"]
 
 class Workspace:
     """The HBM of one batch: `depth` slots, each one layer of `max_tokens` tokens, which the chunks
-    of the batch take from the beginning on and give back together."""
+    of the batch take from the beginning on and give back together. It lies in `memory`."""
 
-    def __init__(self, layout: BlockLayout, max_tokens: int, depth: int, nic, access: Access):
-        self.layout, self.depth = layout, depth
+    def __init__(self, layout: BlockLayout, max_tokens: int, depth: int, nic, access: Access,
+                 memory):
+        self.layout, self.depth, self._memory = layout, depth, memory
         self.num_blocks = layout.num_blocks(max_tokens)
         self.slot_nbytes = self.num_blocks * layout.block_tokens * max(layout.layer_bytes_per_token)
-        self.region = Region(anonymous(depth * self.slot_nbytes))
+        self.region = Region(self._memory.allocate(depth * self.slot_nbytes))
         self.key = nic.register(self.region, access).key
         self.num_taken = self.most_taken = 0
 
@@ -54,10 +53,10 @@ class Workspace:
         offsets = tuple(self._start(layer, first) for layer in range(layout.num_layers))
         return Place(Side(self.region.addr, layout.layer_block_nbytes(0), offsets, self.key))
 
-    def slot(self, layer: int, first: int, num_tokens: int) -> np.ndarray:
-        """A view: uint8 [num_tokens, bytes_per_token]."""
-        start, width = self._start(layer, first), self.layout.layer_bytes_per_token[layer]
-        return self.region.array[start:start + num_tokens * width].reshape(num_tokens, width)
+    def slot(self, layer: int, first: int, num_tokens: int) -> Slot:
+        """A layer of the tokens whose blocks begin with `first`."""
+        return Slot(self._memory, self.region, self._start(layer, first), num_tokens,
+                    self.layout.layer_bytes_per_token[layer])
 
     def _start(self, layer, first):
         return layer % self.depth * self.slot_nbytes + first * self.layout.layer_block_nbytes(layer)
@@ -68,12 +67,12 @@ class PrefillEngine(Node):
 
     PE HBM is `num_workspaces` batches of `batch_tokens` each (hits and earlier chunks included;
     None: `max_tokens`, the longest request), `depth` layers of them. `quota_s`, `attention_time`:
-    as in `Batches`. `pushed`: others write into this HBM.
+    as in `Batches`. `pushed`: others write into this HBM. `memory`: where it is, see `hbm`.
     """
 
     def __init__(self, engine_id, node_id, name, layout, ring, nic, *, compute, buffer_blocks,
                  max_tokens, depth=2, num_workspaces=2, batch_tokens=None, quota_s=None,
-                 attention_time=None, pushed=False):
+                 attention_time=None, pushed=False, memory=None):
         super().__init__(node_id, name, layout, ring, nic, buffer_blocks, Access.REMOTE_READ)
         self.engine_id, self.compute, self.depth = engine_id, compute, depth
         batch_tokens = max_tokens if batch_tokens is None else batch_tokens
@@ -86,7 +85,8 @@ class PrefillEngine(Node):
             raise InvalidArgument("a compute quota needs attention_time(cached, new), in seconds: "
                                   "fit one from measurements")
         access = Access.LOCAL_WRITE | (Access.REMOTE_WRITE if pushed else Access(0))
-        self.workspaces = [Workspace(layout, batch_tokens, depth, nic, access)
+        self.memory = HostHbm() if memory is None else memory
+        self.workspaces = [Workspace(layout, batch_tokens, depth, nic, access, self.memory)
                            for _ in range(num_workspaces)]
         self.batches = Batches(layout, self.workspaces, quota_s, attention_time, own_time)
         self.num_requests = self.num_tokens = 0     # assigned and not yet prefilled
@@ -165,6 +165,7 @@ class _Stay:
             **job.binding.places, PE_HBM: self.workspace.place(chunk.first_block)})
         self._state, self._computed_s = None, chunk.made_s
         self._ready, self._clean = {}, set()        # layer -> when its last input was there
+        self._cleaning = asyncio.Lock()
 
     async def run(self):
         job = self.job
@@ -192,18 +193,20 @@ class _Stay:
         if computed_before:
             await self.chunk.previous.sent[step.layer]
         if step.target == PE_HBM:
-            self._clear(step.layer)
+            await self._clear(step.layer)
         await self.job._move(step, self.binding)
         if step.target == PE_HBM:
             self._ready[step.layer] = max(self._ready.get(step.layer, 0.0), now_s())
         elif not self.chunk.gone:
             self.chunk.sent[step.layer].set_result(None)
 
-    def _clear(self, layer):
-        """Stale KV is made unusable before the first new bytes of a layer come in."""
-        if layer not in self._clean:
-            self._clean.add(layer)
-            self._slot(layer)[:] = POISON
+    async def _clear(self, layer):
+        """Stale KV is made unusable before the first new bytes of a layer come in, whoever of
+        several brings them."""
+        async with self._cleaning:
+            if layer not in self._clean:
+                await self._slot(layer).poison()
+                self._clean.add(layer)
 
     def _slot(self, layer):
         return self.workspace.slot(layer, self.chunk.first_block, self.chunk.tokens[1])
@@ -213,7 +216,7 @@ class _Stay:
         request, compute, (start, stop) = self.job.request, self.engine.compute, self.chunk.tokens
         await self.engine.batches.turn(self.chunk, layer)
         try:
-            self._clear(layer)                      # a layer without inputs
+            await self._clear(layer)                # a layer without inputs
             if layer == 0:
                 self._state = compute.begin_prefill(request.prompt[:stop], start)
             ready = max(self._computed_s, self._ready.get(layer, 0.0))

@@ -5,6 +5,9 @@ __all__ = ["render", "table"]
 LEGEND_COLLECTIVES = (
     "one class: collectives travel in the class of KV. two classes: in one of their own. Latency:",
     "link time from the doorbell to the last completion of one exchange.")
+LEGEND_DEVICE = (
+    "copied by: the GPU's ways of copying (docs/gpu.md) that KV took, and how often. HBM fetched,",
+    "written for the CPU: what its arithmetic had copied beside KV, which no NIC counts.")
 LEGEND = (
     "none: no store, every prompt is computed whole. basic: only the prefill side (PE) reads",
     "storage. dualpath: the side with the shorter reading queue does, PE or decode side (DE).",
@@ -19,6 +22,9 @@ def render(report: dict) -> str:
     lines, legend = [], []
     if set(report) & {"real", "timed"}:
         legend += LEGEND
+    if any(" memory of cuda" in part["summary"].get("hbm", "") for part in report.values()
+           if isinstance(part, dict)):
+        legend += LEGEND_DEVICE
     if "collectives" in report:
         legend += LEGEND_COLLECTIVES
     for name, part in report.items():
@@ -42,7 +48,7 @@ def _modes(part):
 def _real(part):
     summary = part["summary"]
     lines = ["", f"(a) Language model: {summary['model']}, real files and queues, "
-             f"{_links(summary['nic'])}; \"HBM\" is host memory", "", table(_modes(part)), "",
+             f"{_links(summary['nic'])}; {_hbm(summary)}", "", table(_modes(part)), "",
              *_checks(part)]
     for mode, mismatches in summary["mismatches"].items():
         lines += [f"    {mode} against none: {line}" for line in mismatches]
@@ -57,7 +63,7 @@ def _timed(part):
         f"{summary['num_requests']} requests, {summary['hit_bytes'] / 1e9:.2f} GB of hits; "
         + ("real bytes over soft NICs, in their own time; " if summary["clock"] == "link time"
            else "real bytes, files and queues, ")
-        + "sleep in place of arithmetic; \"HBM\" is host memory",
+        + f"sleep in place of arithmetic; {_hbm(summary)}",
         f"    EMULATED: SNIC {emulated['snic_bytes_per_s'] / 1e6:.0f} MB/s a node, "
         f"{_cnic(summary)}, "
         f"{emulated['prefill_s_per_new_token'] * 1e6:.0f} us a new token, "
@@ -83,13 +89,23 @@ def _called(run):
 
 
 def _links(nic):
+    if nic.startswith("cuda"):
+        return f"all KV moved by the copy engines of {nic}, the arithmetic is the CPU's"
     return "unlimited links" if nic == "soft" else f"all NICs on {nic}"
 
 
+def _hbm(summary):
+    """Quoted where it is none."""
+    quote = "" if summary["nic"].startswith("cuda") else '"'
+    return f"{quote}HBM{quote} is {summary['hbm']}"
+
+
 def _cnic(summary):
-    rate = summary["emulated"]["cnic_bytes_per_s"]
+    rate, nic = summary["emulated"]["cnic_bytes_per_s"], summary["nic"]
+    if nic.startswith("cuda"):
+        return f"CNICs are the copy engines of {nic}, NOT paced"
     return f"CNIC {rate / 1e6:.0f} MB/s a direction" if rate else \
-        f"CNICs on {summary['nic']} NOT paced (only soft NICs can be)"
+        f"CNICs on {nic} NOT paced (only soft NICs can be)"
 
 
 def _collectives(part):
@@ -163,6 +179,8 @@ def table(modes: dict) -> str:
         ("SNIC max/avg", lambda f: _number(f["snic_max_over_avg"])),
         ("doorbells", lambda f: f"{f['doorbells']:,}"),
         ("work requests", lambda f: f"{f['work_requests']:,}"),
+        ("copied by (times)", lambda f: _ways(f.get("hbm"))),
+        ("HBM fetched / written for the CPU", lambda f: _fetched(f.get("hbm"))),
     ]
     for name in sorted({n for f in modes.values() for n in f["snics"]}, key=_prefill_first):
         rows.append((f"SNIC {name} read / written",
@@ -204,6 +222,17 @@ def _short(seconds):
 
 def _number(value):
     return "-" if value is None else f"{value:.2f}"
+
+
+def _ways(hbm):
+    """Ways of the provider cuda, and how often each was taken."""
+    if hbm is None:
+        return "-"
+    return ", ".join(f"{way} {count:,}" for way, count in hbm["ways"].items()) or "nothing"
+
+
+def _fetched(hbm):
+    return f"{_mb(hbm['fetched_bytes'])} / {_mb(hbm['written_bytes'])} MB" if hbm else "-"
 
 
 def _mb(nbytes):

@@ -92,8 +92,8 @@ class Serving:
             await self._load_and_prefill()
             request = self.request
             if self._attempt.hbm_ids is not None:
-                await self._decode(Sequence(request, self.de.hbm, self._attempt.hbm_ids,
-                                            request.num_prompt_tokens))
+                await self._decode(Sequence(request, self.de.memory, self.de.hbm,
+                                            self._attempt.hbm_ids, request.num_prompt_tokens))
             await asyncio.gather(*self._attempt.writing)
         finally:
             await drained(self._attempt.writing)

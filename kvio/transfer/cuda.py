@@ -58,8 +58,8 @@ def open_nic(cls, instance, name, queue_depth, max_sge, copy, max_sms, busy_poll
     ordinal = int(instance or 0)
     try:
         ext = _nic.Nic("cuda", device=str(ordinal), queue_depth=queue_depth, max_sge=max_sge,
-                       flags=_nic.BUSY_POLL if busy_poll else 0, copy_way=ways[copy], max_sms=max_sms,
-                       ptx=_kernel())
+                       flags=_nic.BUSY_POLL if busy_poll else 0, copy_way=ways[copy],
+                       max_sms=max_sms, ptx=_kernel())
     except (OverflowError, TypeError) as wrong:
         raise InvalidArgument(f"cuda:{ordinal}: {wrong}") from None
     except OSError as failed:

@@ -24,6 +24,7 @@ from kvio.transfer import Fabric
 READ, WRITE = 1, 2                              # what a ring's _fault is about
 LAYOUT = BlockLayout(2, 4, 64)
 VOCABULARY = 32000
+device_bytes = None                             # of a region in device memory: its bytes
 
 
 class Spread:
@@ -238,7 +239,7 @@ class Canaries:
         def cleared(workspace):
             clear(workspace)
             pattern = next(self._patterns)
-            workspace.region.array[:] = pattern
+            bytes_of(workspace.region)[:] = pattern
             self._watched[id(workspace)] = workspace, pattern
 
         def taken(workspace, num_blocks):
@@ -253,7 +254,7 @@ class Canaries:
 
     def _look_at(self, workspace):
         _, pattern = self._watched.pop(id(workspace), (None, None))
-        if pattern is not None and (workspace.region.array != pattern).any():
+        if pattern is not None and (bytes_of(workspace.region) != pattern).any():
             self.dead.append(f"bytes have come into PE HBM {workspace.region} that was given back")
 
     def give_back(self) -> list[str]:
@@ -271,15 +272,26 @@ class Canaries:
         return dead
 
 
+def bytes_of(region):
+    """All of a region, uint8; what a GPU has is seen by who sets `device_bytes`."""
+    return region.array if region.array is not None else device_bytes(region)
+
+
+def all_rows(pool):
+    """A pool's blocks, [num_blocks, ...]."""
+    if isinstance(pool, LayerPool):
+        shape = pool.layout.num_layers, pool.num_blocks, pool.block_stride
+        return bytes_of(pool.region)[:np.prod(shape)].reshape(shape).swapaxes(0, 1)
+    shape = pool.num_blocks, pool.block_stride
+    return bytes_of(pool.region)[:np.prod(shape)].reshape(shape)
+
+
 def rows(pool, ids):
-    return pool._rows[:, ids] if isinstance(pool, LayerPool) else pool._rows[ids]
+    return all_rows(pool)[ids]
 
 
 def fill(pool, ids, value):
-    if isinstance(pool, LayerPool):
-        pool._rows[:, ids] = value
-    else:
-        pool._rows[ids] = value
+    all_rows(pool)[ids] = value
 
 
 # ---- what has to hold afterwards
@@ -302,7 +314,7 @@ def leaks(cluster) -> list[str]:
         for pool in pools:
             if pool.num_free != pool.num_blocks or pool._pins.any():
                 found.append(f"{engine.name}: {pool}, {pool._pins.sum()} pins")
-            elif (pool._rows != POISON).any():
+            elif (all_rows(pool) != POISON).any():
                 found.append(f"{engine.name}: bytes have come into free blocks of {pool}")
         figures = {name: getattr(engine, name) for name in (
             "num_requests", "num_tokens", "waiting_read_tokens", "wanted_blocks",

@@ -228,7 +228,7 @@ def test_prefill_finds_poison_where_kv_is_still_to_be_computed(tmp_path):
 
     class Looks(TimedCompute):
         async def prefill_layer(self, state, layer, slot, ready_s):
-            fresh = slot[state.num_hits:len(state.tokens)]
+            fresh = slot.rows(state.num_hits, len(state.tokens))
             seen.append(bool((fresh == POISON).all()))
             return await super().prefill_layer(state, layer, slot, ready_s)
 

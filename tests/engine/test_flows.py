@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from flows import (ATTENTION, LAYOUT, POLICIES, TIMED, assert_all_is_given_back, config,
                    figures_of, model_compute, run, sessions, timed_compute)
+from on_device import DEVICE, opened
 
 from kvio.engine.cluster import Cluster
 from kvio.engine.compute import TimedCompute
@@ -54,13 +55,23 @@ def watch(cluster):
     return records
 
 
+@pytest.fixture(scope="module", params=[None, DEVICE], ids=["host", "device"])
+def hbm(request):
+    """Where HBM is: soft NICs and host memory, or copy engines and a GPU's."""
+    if request.param is None:
+        yield None
+    else:
+        with opened(controls=False):
+            yield DEVICE
+
+
 @pytest.mark.parametrize("quota_s", [None, 2e-5])
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_flow_gives_the_same_tokens_and_moves_the_bytes_of_its_plans(
-        tmp_path, expected, name, quota_s):
-    """Counted where packets are copied, at every port of every node, against the traffic matrix
+        tmp_path, expected, hbm, name, quota_s):
+    """Counted where bytes are copied, at every port of every node, against the traffic matrix
     of the plans summed over requests."""
-    conf = config(policy=POLICIES[name], quota_s=quota_s,
+    conf = config(policy=POLICIES[name], quota_s=quota_s, device=hbm,
                   attention_time=ATTENTION if quota_s else None)
 
     async def main(store):

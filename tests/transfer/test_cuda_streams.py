@@ -3,6 +3,7 @@ on the GPU holds, and the host waits for nobody."""
 import asyncio
 import errno
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -232,6 +233,25 @@ def test_a_batch_that_is_not_all_posted_cannot_be_waited_for_yet(gpu, fake_cuda)
     transfer.wait()
     transfer.block_stream(bench.stream)
     assert (bench.hbm[:40 * 512] == bench.host[:40 * 512]).all()
+
+
+def test_cancelling_waits_for_what_is_in_the_stream(gpu, fake_cuda):
+    """A stream takes nothing back: those that it had are done, the others are not begun."""
+    bench = Bench(gpu, queue_depth=4)
+    before = bench.hbm.copy()
+    wrs = requests(READ, bench.near, bench.far, 512 * np.arange(40), 512 * np.arange(40), 512)
+    fake_cuda.hold()
+    transfer = bench.peer.read(wrs)
+    timer = threading.Timer(0.05, fake_cuda.hold, kwargs=dict(held=False))
+    timer.start()
+    transfer.cancel()
+    timer.join()
+    done = int((transfer.status == 0).sum())
+    assert 0 < done < 40 and transfer.status.tolist() == (
+        [0] * done + [-errno.ECANCELED] * (40 - done))
+    assert (bench.hbm[:done * 512] == bench.host[:done * 512]).all()
+    assert (bench.hbm[done * 512:] == before[done * 512:]).all()
+    bench.write().wait()
 
 
 def test_a_transfer_that_has_failed_is_no_reason_to_go_on(bench, fake_cuda):

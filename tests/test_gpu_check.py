@@ -1,0 +1,82 @@
+"""benchmarks/gpu_check.sh, rehearsed on the fake driver: its steps, what it leaves, what it says of
+a step that fails. How long anything takes is not looked at."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
+sys.path.insert(0, str(ROOT / "tests" / "transfer"))
+
+import fake_cuda                                                            # noqa: E402
+
+from require import skip_or_fail                                            # noqa: E402
+
+pytestmark = pytest.mark.needs("compiler")
+
+
+def check(folder, *steps, **environment):
+    """One run of the script: (exit code, summary, what it said)."""
+    done = subprocess.run(
+        [SCRIPT, folder, *steps], capture_output=True, text=True, timeout=240, cwd=folder.parent,
+        env={**os.environ, "PYTHON": sys.executable, "LD_PRELOAD": "", **environment})
+    summary = folder / "summary.txt"
+    return done.returncode, summary.read_text() if summary.exists() else "", \
+        done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory):
+    """All steps but the tests, which this session runs anyway, and the 12 s of the timed run."""
+    if fake_cuda.why_not():
+        skip_or_fail("cuda-headers", fake_cuda.why_not())
+    folder = tmp_path_factory.mktemp("check") / "out"
+    return folder, *check(folder, "machine", "build", "bench", "real",
+                          KVIO_CUDA_LIBRARY=fake_cuda.build())
+
+
+def test_every_step_passes_and_is_told(rehearsal):
+    folder, code, summary, said = rehearsal
+    assert code == 0, said
+    for step in "machine", "build", "bench", "real":
+        assert f"{step:8} rc 0 " in summary and f"{step:8} rc 0 " in said
+    assert "every step passed; a fake driver: no figure here says anything of speed" in summary
+
+
+def test_the_folder_holds_the_results(rehearsal):
+    folder, *_ = rehearsal
+    assert "numpy" in (folder / "machine.txt").read_text()
+    assert "extensions     ok" in (folder / "build.log").read_text()       # says kvio doctor
+    report = json.loads((folder / "real.json").read_text())
+    assert report["ok"] and "cuda:0" in report["real"]["summary"]["hbm"]
+
+
+def test_the_summary_ends_with_what_must_be_reached(rehearsal):
+    folder, _, summary, _ = rehearsal
+    must = summary.partition("What must be reached:")[2]
+    assert must.count("fake driver: no speed") >= 10 and "| met" not in must
+    assert must.strip() in (folder / "copy.md").read_text()
+
+
+def test_a_step_that_fails_fails_the_check_and_stops_no_other(tmp_path):
+    """No libcuda at all: the demo cannot open the device, and the benchmark does not pass by being
+    skipped. Nor does an earlier table stay there."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "copy.md").write_text("What must be reached: long ago\n")
+    code, summary, said = check(tmp_path / "out", "machine", "real", "bench", "build",
+                                KVIO_CUDA_LIBRARY=str(tmp_path / "none.so"))
+    assert code == 1, said
+    assert "machine  rc 0 " in summary and "build    rc 0 " in summary
+    assert "bench    rc 1 " in summary
+    assert "real     rc 2 " in summary and "A STEP HAS FAILED" in summary
+    assert "long ago" not in summary
+    assert "none.so" in said                    # the last lines of its log
+
+
+def test_a_step_of_another_name_is_refused(tmp_path):
+    code, summary, said = check(tmp_path / "out", "benhc")
+    assert code == 2 and "benhc" in said and "passed" not in summary
