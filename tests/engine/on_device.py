@@ -28,7 +28,7 @@ def opened(controls=True):
     controls. Without `controls` it may be the machine's own, and None."""
     if fake_cuda.why_not() and (controls or not required("cuda")):
         skip_or_fail("cuda-headers", fake_cuda.why_not())
-    parts_used["cuda-headers"] += 1
+    parts_used["cuda" if required("cuda") else "cuda-headers"] += 1
     fake = None if required("cuda") else fake_cuda.FakeCuda(fake_cuda.build())
     with Nic.open(DEVICE, name="keeps the device open"):
         if fake is not None:
