@@ -84,6 +84,8 @@ static const struct {
 	{ "cuStreamSynchronize", 2000, &cuda.stream_sync },
 	{ "cuStreamWaitEvent", 3020, &cuda.stream_wait },
 	{ "cuStreamGetCtx", 9020, &cuda.stream_context },
+	{ "cuThreadExchangeStreamCaptureMode", 10010, &cuda.capture_mode },
+	{ "cuStreamIsCapturing", 10000, &cuda.is_capturing },
 	{ "cuEventCreate", 2000, &cuda.event_create },
 	{ "cuEventDestroy", 4000, &cuda.event_destroy },
 	{ "cuEventRecord", 2000, &cuda.event_record },

@@ -271,3 +271,32 @@ def test_busy_polling_asks_and_never_sleeps(bench, fake_cuda):
     fake_cuda.cost(H2D, run_ns=1_000_000)
     b.peer.read(b.read()).wait()
     assert fake_cuda.calls("cuLaunchHostFunc") == 0 and (b.hbm == b.host).all()
+
+
+# ---- graphs
+
+def test_a_stream_that_is_being_captured_is_refused(bench, gpu, fake_cuda):
+    """Ours would become part of the graph, and its copies wait until somebody launches that."""
+    b = bench()
+    stream, before = gpu.stream(), len(fake_cuda.log())
+    fake_cuda.set(capturing=1)
+    with pytest.raises(KvioError, match="captured into a graph"):
+        b.peer.read(b.read(), after=stream)
+    fake_cuda.set(capturing=0)
+    assert b.moved(before) == []
+    b.peer.read(b.read(), after=stream).wait()
+    assert (b.hbm == b.host).all()
+
+
+def test_others_captures_are_left_alone(bench, fake_cuda):
+    """Every question is asked in relaxed mode, and the thread's own mode comes back."""
+    b = bench()
+    before = len(fake_cuda.log())
+    b.peer.read(b.read()).wait()
+    modes = []
+    for name, _, new, _ in fake_cuda.log()[before:]:
+        if name == "cuThreadExchangeStreamCaptureMode":
+            modes.append(new)
+        elif name not in ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"):
+            assert len(modes) % 2 == 1, name
+    assert modes and modes == [2, 0] * (len(modes) // 2)
