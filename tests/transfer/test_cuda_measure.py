@@ -140,7 +140,7 @@ def test_what_delays_one_run_of_three_is_not_seen(clock):
 
 
 def test_a_slow_machine_is_measured_once_each(clock):
-    """A hundred times slower: a run of each sample is 7 s of this clock, four of them would be 28."""
+    """A hundred times slower: one run of each sample is long enough."""
     slow = {at: Model(100 * each.call_ns, 100 * each.piece_ns, 100 * each.byte_ns,
                       each.sms_of_link) for at, each in GPU.items()}
     _, _, took_ns = clock.measure(slow, sync_ns=1_000_000)
