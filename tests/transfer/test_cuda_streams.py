@@ -3,6 +3,7 @@ on the GPU holds, and the host waits for nobody."""
 import asyncio
 import errno
 import os
+import time
 
 import numpy as np
 import pytest
@@ -116,11 +117,15 @@ def test_a_transfer_comes_after_what_is_in_the_stream(bench, fake_cuda, form):
 
 def test_what_comes_into_the_stream_later_is_not_waited_for(bench, fake_cuda):
     transfer = bench.write(after=bench.stream)
+    while fake_cuda.queued(bench.stream):       # the mark that the transfer waits for
+        time.sleep(0.001)
     with fake_cuda.held(bench.stream):
         bench.user_reads()
         transfer.wait()
         assert fake_cuda.queued(bench.stream) == 1
     assert (bench.host == pattern(bench.nbytes, 1)).all()
+    while fake_cuda.queued(bench.stream):       # the user's own copy, before its memory goes
+        time.sleep(0.001)
 
 
 def test_batches_behind_one_that_waits_wait_too(bench, fake_cuda):
