@@ -161,7 +161,7 @@ def _verbs():
 
 
 def _cuda():
-    """The GPUs by name, which needs no context of CUDA, and how the first one copies, which does."""
+    """The GPUs by name, without a context of CUDA, and how the first one copies, with one."""
     library, reason = _open(os.environ.get("KVIO_CUDA_LIBRARY") or "libcuda.so.1")
     if library is None:
         return Finding("GPU", "missing", reason, "nothing to do without a GPU: pools lie in host "

@@ -78,7 +78,8 @@ class BackendUnavailable(_OsError):
 
 
 class MappingFailed(_OsError):
-    """The kernel refused the memory of a pool; the message says how much was asked for."""
+    """The kernel, or a GPU's driver, has no such memory; the message says how much was asked
+    for."""
 
 
 class StoreError(_OsError):

@@ -80,8 +80,9 @@ def span_of(obj) -> Span | None:
 
 
 def _is_jax(obj):
-    """JAX frees an array that somebody donates, whoever has its address: only DLPack keeps it. And
-    its arrays come into being later: DLPack waits for that, if no stream is named."""
+    """JAX's arrays never change, so nobody may write them, whatever their capsule says. They are
+    freed when they are donated, whoever has the address: only DLPack keeps them. And they come into
+    being later: DLPack waits for that, if no stream is named."""
     return type(obj).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
@@ -121,8 +122,8 @@ def _of_capsule(obj):
     if bits % 8 and (bits > 8 or tensor["padded"]):
         bits = -(-bits // 8) * 8            # else several to a byte, as fp4 has it
     nbytes = -(-math.prod(shape) * bits // 8)
-    return Span(tensor["addr"], nbytes, not tensor["read_only"], (obj, capsule),
-                tensor["device_id"])
+    writable = not tensor["read_only"] and not _is_jax(obj)
+    return Span(tensor["addr"], nbytes, writable, (obj, capsule), tensor["device_id"])
 
 
 def _capsule(obj):

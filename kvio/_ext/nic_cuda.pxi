@@ -5,36 +5,36 @@ COPY_WAYS = ("loop", "batch", "strided", "kernel")      # enum kvio_copy_way
 COPY_AUTO = KVIO_COPY_AUTO
 COPY_KINDS = ("H2H", "H2D", "D2H", "D2D")               # enum kvio_copy_kind
 
-RESTART = "the process has to be restarted: CUDA gives a process no second context after this"
-DRIVER_HINTS = {
-    "CUDA_ERROR_OUT_OF_MEMORY": "the GPU or the host has no memory left for it: free some, or take "
-                                "less (fewer blocks, fewer NICs)",
-    "CUDA_ERROR_ILLEGAL_ADDRESS": "a kernel of this process, kvio's or another library's, has "
-                                  f"touched memory that it must not; {RESTART}. compute-sanitizer "
-                                  "finds the kernel",
-    "CUDA_ERROR_MISALIGNED_ADDRESS": f"a kernel of this process is wrong; {RESTART}. "
-                                     "compute-sanitizer finds it",
-    "CUDA_ERROR_ECC_UNCORRECTABLE": f"the GPU's memory is damaged; {RESTART}, and the GPU looked "
-                                    "at (nvidia-smi -q -d ECC)",
-    "CUDA_ERROR_NVLINK_UNCORRECTABLE": f"NVLink has failed; {RESTART}, and the machine looked at",
-    "CUDA_ERROR_NOT_SUPPORTED": "this driver or GPU cannot do it: install a newer driver, or open "
-                                "the NIC with copy=\"loop\"",
-    "CUDA_ERROR_NOT_FOUND": "this driver is too old for it: install a newer one, or open the NIC "
-                            "with copy=\"loop\"",
-    "CUDA_ERROR_INVALID_VALUE": "memory that the NIC was given has been freed, or is not what it "
-                                "was; call peer.reset() before going on",
+# What to try, by the name of a CUresult. LOST: after these the process has no GPU any more.
+KERNEL_FAILED = "a kernel of this process, maybe another library's, has failed: " \
+    "compute-sanitizer finds it"
+LOST = {
+    "ILLEGAL_ADDRESS": "a kernel of this process, maybe another library's, has touched memory that "
+                       "it must not: compute-sanitizer finds it",
+    "ECC_UNCORRECTABLE": "the GPU's memory is damaged: see nvidia-smi -q -d ECC",
+    "NVLINK_UNCORRECTABLE": "NVLink has failed: see nvidia-smi nvlink -e",
+    "UNKNOWN": "the driver does not know either: see dmesg for Xid errors",
+    **dict.fromkeys(("MISALIGNED_ADDRESS", "LAUNCH_FAILED", "LAUNCH_TIMEOUT", "ASSERT",
+                     "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION", "INVALID_ADDRESS_SPACE",
+                     "INVALID_PC"), KERNEL_FAILED),
 }
-DRIVER_HINTS |= {f"CUDA_ERROR_{name}": f"a kernel of this process has failed; {RESTART}. "
-                 "compute-sanitizer finds it"
-                 for name in ("LAUNCH_FAILED", "ASSERT", "HARDWARE_STACK_ERROR", "INVALID_PC",
-                              "ILLEGAL_INSTRUCTION", "INVALID_ADDRESS_SPACE", "LAUNCH_TIMEOUT")}
+DRIVER_HINTS = {
+    "OUT_OF_MEMORY": "free some memory, or take less (fewer blocks, fewer NICs)",
+    "NOT_SUPPORTED": "this driver or GPU cannot do it: install a newer driver, or open the NIC "
+                     "with copy=\"loop\"",
+    "NOT_FOUND": "this driver is too old for it: install a newer one, or open the NIC with "
+                 "copy=\"loop\"",
+    "INVALID_VALUE": "memory that the NIC was given has been freed, or is not what it was",
+}
+ONLY_NEW = "only a new process can use this GPU again"
 
 
 def with_driver_hint(text: str) -> str:
     """What the driver has said ("cuda:0: CALL: CUDA_ERROR_... (700): ..."), and what to try."""
-    for name, hint in DRIVER_HINTS.items():
-        if name in text:
-            return f"{text}; {hint}"
+    for name, hint in (LOST | DRIVER_HINTS).items():
+        if f"CUDA_ERROR_{name} " in text and hint not in text:
+            text += f"; {hint}"
+            return text if name not in LOST or ONLY_NEW in text else f"{text}; {ONLY_NEW}"
     return text
 
 

@@ -3,7 +3,7 @@ on the GPU holds, and the host waits for nobody."""
 import asyncio
 import errno
 import os
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -117,15 +117,12 @@ def test_a_transfer_comes_after_what_is_in_the_stream(bench, fake_cuda, form):
 
 def test_what_comes_into_the_stream_later_is_not_waited_for(bench, fake_cuda):
     transfer = bench.write(after=bench.stream)
-    while fake_cuda.queued(bench.stream):       # the mark that the transfer waits for
-        time.sleep(0.001)
+    bench.gpu.inside("cuStreamSynchronize", bench.stream)      # what it had has run
     with fake_cuda.held(bench.stream):
         bench.user_reads()
         transfer.wait()
         assert fake_cuda.queued(bench.stream) == 1
     assert (bench.host == pattern(bench.nbytes, 1)).all()
-    while fake_cuda.queued(bench.stream):       # the user's own copy, before its memory goes
-        time.sleep(0.001)
 
 
 def test_batches_behind_one_that_waits_wait_too(bench, fake_cuda):
@@ -149,7 +146,7 @@ def test_the_stream_waits_for_a_transfer(bench, fake_cuda, form):
     assert fake_cuda.queued(bench.stream) >= 1 and not bench.result.any()
     fake_cuda.hold(held=False)
     transfer.wait()
-    bench.gpu._inside("cuStreamSynchronize", bench.stream)
+    bench.gpu.inside("cuStreamSynchronize", bench.stream)
     assert (bench.result == bench.host).all()
     assert fake_cuda.calls(*WAITS) == calls + 1                 # the user's own
 
@@ -237,6 +234,25 @@ def test_a_batch_that_is_not_all_posted_cannot_be_waited_for_yet(gpu, fake_cuda)
     transfer.wait()
     transfer.block_stream(bench.stream)
     assert (bench.hbm[:40 * 512] == bench.host[:40 * 512]).all()
+
+
+def test_cancelling_waits_for_what_is_in_the_stream(gpu, fake_cuda):
+    """A stream takes nothing back: those that it had are done, the others are not begun."""
+    bench = Bench(gpu, queue_depth=4)
+    before = bench.hbm.copy()
+    wrs = requests(READ, bench.near, bench.far, 512 * np.arange(40), 512 * np.arange(40), 512)
+    fake_cuda.hold()
+    transfer = bench.peer.read(wrs)
+    timer = threading.Timer(0.05, fake_cuda.hold, kwargs=dict(held=False))
+    timer.start()
+    transfer.cancel()
+    timer.join()
+    done = int((transfer.status == 0).sum())
+    assert 0 < done < 40 and transfer.status.tolist() == (
+        [0] * done + [-errno.ECANCELED] * (40 - done))
+    assert (bench.hbm[:done * 512] == bench.host[:done * 512]).all()
+    assert (bench.hbm[done * 512:] == before[done * 512:]).all()
+    bench.write().wait()
 
 
 def test_a_transfer_that_has_failed_is_no_reason_to_go_on(bench, fake_cuda):
