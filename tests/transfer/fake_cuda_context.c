@@ -400,7 +400,7 @@ EXPORT int fake_cuda_depth(void)
 	return depth;
 }
 
-/* ---- captures, which are none: what a thread says of them, and what a test wants to be said ---- */
+/* ---- captures: there are none, but a test may have a stream say so ---- */
 
 static __thread CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 

@@ -134,16 +134,17 @@ class Gpu:
 
     def free(self, addr):
         self._frees.remove(("cuMemFree_v2", addr))
-        self._inside("cuMemFree_v2", addr)
+        self.inside("cuMemFree_v2", addr)
 
     def stream(self, flags=1):
         return self._new("cuStreamDestroy_v2", "cuStreamCreate", flags)
 
     def copy(self, target, source, nbytes, stream):
         """Put a copy into a stream, as the application does."""
-        self._inside("cuMemcpyAsync", target, source, nbytes, stream)
+        self.inside("cuMemcpyAsync", target, source, nbytes, stream)
 
-    def _inside(self, name, *arguments):
+    def inside(self, name, *arguments):
+        """Call the driver with the device's primary context current."""
         self.fake.do("cuCtxPushCurrent_v2", self.context)
         try:
             self.fake.do(name, *arguments)

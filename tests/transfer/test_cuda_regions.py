@@ -136,14 +136,14 @@ def test_what_others_have_pinned_stays_theirs(fake_cuda, gpu, ranges, taken):
     host = Host(8, 6)
     tensor, hbm = gpu.tensor(8 * PAGE)
     for page, count in taken:
-        gpu._inside("cuMemHostRegister_v2", host.addr + page * PAGE, count * PAGE, 0)
+        gpu.inside("cuMemHostRegister_v2", host.addr + page * PAGE, count * PAGE, 0)
     nic, peer, near, far = gpu.loop_back(tensor, host.bytes, copy="loop")
     peer.read(requests(READ, near, far, 0, 0, 8 * PAGE)).wait()
     assert (hbm == host.bytes).all()
     nic.deregister(far)
     assert fake_cuda.objects()["registered"] == len(taken)
     for page, _ in taken:
-        gpu._inside("cuMemHostUnregister", host.addr + page * PAGE)
+        gpu.inside("cuMemHostUnregister", host.addr + page * PAGE)
 
 
 def test_our_own_pinned_memory_is_not_pinned_again(fake_cuda, gpu):

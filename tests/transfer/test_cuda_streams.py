@@ -117,6 +117,7 @@ def test_a_transfer_comes_after_what_is_in_the_stream(bench, fake_cuda, form):
 
 def test_what_comes_into_the_stream_later_is_not_waited_for(bench, fake_cuda):
     transfer = bench.write(after=bench.stream)
+    bench.gpu.inside("cuStreamSynchronize", bench.stream)      # what it had has run
     with fake_cuda.held(bench.stream):
         bench.user_reads()
         transfer.wait()
@@ -145,7 +146,7 @@ def test_the_stream_waits_for_a_transfer(bench, fake_cuda, form):
     assert fake_cuda.queued(bench.stream) >= 1 and not bench.result.any()
     fake_cuda.hold(held=False)
     transfer.wait()
-    bench.gpu._inside("cuStreamSynchronize", bench.stream)
+    bench.gpu.inside("cuStreamSynchronize", bench.stream)
     assert (bench.result == bench.host).all()
     assert fake_cuda.calls(*WAITS) == calls + 1                 # the user's own
 
