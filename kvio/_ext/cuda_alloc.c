@@ -127,18 +127,21 @@ static CUresult enqueue_fill(struct cuda_dev *dev, uint64_t target, uint64_t val
 static int now(int device, enqueue what, const char *call, uint64_t target, uint64_t argument,
 	       uint64_t nbytes, char *why, size_t room)
 {
-	struct cuda_failure failure = { .call = "cuCtxPushCurrent" };
+	struct cuda_failure failure = { 0 };
 	struct cuda_dev *dev;
+	bool entered = false;
 	int rc = cuda_dev_get(device, &dev, why, room);
 
 	if (rc < 0)
 		return rc;
 	kvio_domain_lock(&dev->domain);
 	rc = cuda_check_alive(dev, why, room);
+	if (rc == 0 && nbytes) {
+		entered = cuda_enter(dev);
+		rc = cuda_check_alive(dev, why, room);
+	}
 	pthread_mutex_unlock(&dev->domain.lock);
-	if (rc == 0 && nbytes)
-		failure.code = cuda.ctx_push(dev->context);
-	if (rc == 0 && nbytes && failure.code == CUDA_OK) {
+	if (entered) {
 		failure = (struct cuda_failure){ what(dev, target, argument, nbytes), call };
 		if (failure.code == CUDA_OK)
 			failure = (struct cuda_failure){ cuda.stream_sync(dev->own),

@@ -19,6 +19,8 @@ typedef struct CUevent_st *CUevent;
 typedef struct CUmod_st *CUmodule;
 typedef struct CUfunc_st *CUfunction;
 typedef void (*CUhostFn)(void *arg);
+typedef unsigned int CUstreamCaptureMode;
+typedef unsigned int CUstreamCaptureStatus;
 #endif
 
 enum {
@@ -75,6 +77,8 @@ enum {
 	CUDA_HOST_REGISTER_DEVICEMAP = 2,
 	CUDA_HOST_REGISTER_READ_ONLY = 8,
 
+	CUDA_CAPTURE_MODE_RELAXED = 2,
+	CUDA_CAPTURE_STATUS_NONE = 0,
 	CUDA_SRC_ACCESS_ORDER_STREAM = 1,
 	CUDA_COPY_PREFER_OVERLAP = 1,	/* CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE */
 };
@@ -168,6 +172,8 @@ struct cuda_api {
 	CUresult (*launch)(CUfunction, unsigned int, unsigned int, unsigned int, unsigned int,
 			   unsigned int, unsigned int, unsigned int, CUstream, void **,
 			   void **);						/* 4.0 */
+	CUresult (*capture_mode)(CUstreamCaptureMode *);			/* 10.1 */
+	CUresult (*is_capturing)(CUstream, CUstreamCaptureStatus *);		/* 10.0 */
 	/* Optional; one of the two, by the driver's version. */
 	CUresult (*batch12)(CUdeviceptr *, CUdeviceptr *, size_t *, size_t,
 			    struct cuda_memcpy_attributes *, size_t *, size_t, size_t *,

@@ -23,6 +23,13 @@ bool cuda_is_ours(const struct cuda_dev *dev)
 	return dev->pid == (int)getpid();
 }
 
+/*
+ * While somebody captures a stream into a graph, even another thread's questions about events are
+ * refused and spoil the capture, unless that thread says that it knows what it does: the streams
+ * and events here are ours, and no capture's.
+ */
+static __thread CUstreamCaptureMode others_mode;
+
 bool cuda_enter(struct cuda_dev *dev)
 {
 	CUresult code;
@@ -32,13 +39,18 @@ bool cuda_enter(struct cuda_dev *dev)
 	code = cuda.ctx_push(dev->context);
 	if (code != CUDA_OK && !dev->dead.code)		/* of no use, whatever the reason */
 		dev->dead = (struct cuda_failure){ .code = code, .call = "cuCtxPushCurrent" };
-	return code == CUDA_OK;
+	if (code != CUDA_OK)
+		return false;
+	others_mode = CUDA_CAPTURE_MODE_RELAXED;
+	cuda.capture_mode(&others_mode);
+	return true;
 }
 
 void cuda_leave(struct cuda_dev *dev)
 {
 	CUcontext ours;
 
+	cuda.capture_mode(&others_mode);
 	cuda.ctx_pop(&ours);
 }
 

@@ -12,6 +12,7 @@
 
 #define CUDA_LIBRARY "libcuda.so.1"
 #define OLDEST_DRIVER 11030		/* cuGetProcAddress */
+#define FIND_CHANGED 12000
 #define BATCH_SINCE 12080
 #define BATCH_CHANGED 13000
 #define LEGACY_STREAM 1u		/* CU_GET_PROC_ADDRESS_LEGACY_STREAM */
@@ -83,6 +84,8 @@ static const struct {
 	{ "cuStreamSynchronize", 2000, &cuda.stream_sync },
 	{ "cuStreamWaitEvent", 3020, &cuda.stream_wait },
 	{ "cuStreamGetCtx", 9020, &cuda.stream_context },
+	{ "cuThreadExchangeStreamCaptureMode", 10010, &cuda.capture_mode },
+	{ "cuStreamIsCapturing", 10000, &cuda.is_capturing },
 	{ "cuEventCreate", 2000, &cuda.event_create },
 	{ "cuEventDestroy", 4000, &cuda.event_destroy },
 	{ "cuEventRecord", 2000, &cuda.event_record },
@@ -141,14 +144,15 @@ static int look_up(char *why, size_t room)
 	int version = 0;
 
 	driver_version = (CUresult (*)(int *))dlsym(library.handle, "cuDriverGetVersion");
-	library.find_v2 = (proc_address_v2)dlsym(library.handle, "cuGetProcAddress_v2");
-	library.find = (proc_address)dlsym(library.handle, "cuGetProcAddress");
 	if (!driver_version || driver_version(&version) != CUDA_OK) {
 		snprintf(why, room, "the CUDA driver does not tell its version "
 			 "(cuDriverGetVersion)");
 		return -ENOSYS;
 	}
 	library.driver_version = version;
+	if (version >= FIND_CHANGED)
+		library.find_v2 = (proc_address_v2)dlsym(library.handle, "cuGetProcAddress_v2");
+	library.find = (proc_address)dlsym(library.handle, "cuGetProcAddress");
 	if (version < OLDEST_DRIVER || (!library.find && !library.find_v2)) {
 		snprintf(why, room, "this NVIDIA driver knows CUDA %d.%d; cuGetProcAddress needs "
 			 "11.3: install a newer driver", version / 1000, version % 1000 / 10);

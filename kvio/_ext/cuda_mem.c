@@ -107,13 +107,14 @@ static int reg_device(const struct reason *reason, const struct kvio_region *reg
 
 	if (ordinal >= 0 && ordinal != dev->ordinal)
 		return refuse_other(reason, ordinal);
-	/* Stream-ordered and mapped memory belongs to no context; an old driver says so by an error. */
+	/* Stream-ordered and mapped memory belongs to no context; an old driver says so by an
+	 * error. */
 	if (cuda.pointer_attribute(&context, CUDA_POINTER_CONTEXT, region->addr) != CUDA_OK)
 		context = NULL;
 	if (context && context != dev->context) {
-		snprintf(reason->why, reason->room, "cuda:%d: the memory belongs to another context "
-			 "than the device's primary one, which is the only one that kvio uses",
-			 dev->ordinal);
+		snprintf(reason->why, reason->room, "cuda:%d: the memory belongs to another "
+			 "context than the device's primary one, which is the only one that kvio "
+			 "uses", dev->ordinal);
 		return -EXDEV;
 	}
 	out->is_device = true;
@@ -173,9 +174,11 @@ static uint64_t end_of_run(uint64_t addr, uint64_t end, bool pinned)
 	CUdeviceptr base;
 	size_t nbytes;
 
-	if (pinned && cuda.address_range(&base, &nbytes, addr) == CUDA_OK && addr >= base &&
-	    base + nbytes >= end)
-		return end;		/* a pool of many GB need not be asked page by page */
+	if (pinned && cuda.address_range(&base, &nbytes, addr) == CUDA_OK &&
+	    addr - base < nbytes) {	/* a pool of many GB need not be asked page by page */
+		base = (base + nbytes + page - 1) & ~(page - 1);
+		return base < end ? base : end;
+	}
 	for (addr += page; addr < end; addr += page)
 		if (is_pinned(addr) != pinned)
 			return addr;

@@ -4,8 +4,8 @@
  * into the queue pair's stream in segments: pieces of one opcode between the same two kinds of
  * memory, and of one allocation on either side, because what merges pieces must not merge across.
  *
- * A post becomes at most three ops: what was handed to the stream, then, if a work request is bad or
- * a call of the driver fails, that one and what follows.
+ * A post becomes one op, what was handed to the stream, or two: if a work request is bad or a call
+ * of the driver fails, that one and what follows.
  */
 #include <stdio.h>
 

@@ -4,17 +4,27 @@
 
 #include "cuda_impl.h"
 
-/* 0, or -EXDEV: not one of the device's primary context. The context is current. */
+/* 0, or -EXDEV: not one of the device's primary context, or being captured. The context is
+ * current. */
 static int check_stream(struct cuda_nic *nic, uint64_t stream)
 {
+	CUstreamCaptureStatus capture = CUDA_CAPTURE_STATUS_NONE;
 	CUcontext context = NULL;
 	CUresult code = cuda.stream_context((CUstream)(uintptr_t)stream, &context);
 
 	cuda_note(nic->dev, code, "cuStreamGetCtx");
 	if (cuda_is_sticky(code))
 		return cuda_check_alive(nic->dev, nic->why, sizeof(nic->why));
-	if (code == CUDA_OK && context == nic->dev->context)
-		return 0;
+	if (code == CUDA_OK && context == nic->dev->context) {
+		/* Our stream would become part of the graph, and what is in it wait for ever. */
+		cuda.is_capturing((CUstream)(uintptr_t)stream, &capture);
+		if (capture == CUDA_CAPTURE_STATUS_NONE)
+			return 0;
+		snprintf(nic->why, sizeof(nic->why), "cuda:%d: stream %#llx is being captured into "
+			 "a graph: transfers cannot be part of one", nic->dev->ordinal,
+			 (unsigned long long)stream);
+		return -EXDEV;
+	}
 	snprintf(nic->why, sizeof(nic->why), "cuda:%d: stream %#llx is not one of this device's "
 		 "primary context (cuStreamGetCtx: %s)", nic->dev->ordinal,
 		 (unsigned long long)stream, code == CUDA_OK ? "another one" :
@@ -50,7 +60,7 @@ int cuda_after(struct kvio_qp *base, uint64_t stream)
 			rc = cuda_refuse(dev, code, "cuStreamWaitEvent", nic->why,
 					 sizeof(nic->why));
 	}
-	cuda_event_give(dev, event);	/* a wait is for what the event stood for when it was made */
+	cuda_event_give(dev, event);	/* a wait is for what the event stood for at the call */
 	cuda_leave(dev);
 	return rc;
 }

@@ -44,6 +44,7 @@
 	X(driver, 13000) \
 	X(uninitialised, 0)		/* calls answer as if nobody had called cuInit */ \
 	X(total, 16ull << 30)		/* bytes of a device */ \
+	X(capturing, 0)			/* what IsCapturing says of any stream */ \
 	X(pinned_limit, 16ull << 30)	/* bytes pinned and registered */ \
 	X(offset, 0)			/* of an allocation within its page */ \
 	X(host_shift, 0)		/* device address of registered memory less the host's */ \
@@ -104,6 +105,8 @@
 	X(cuStreamGetCtx, cuStreamGetCtx, 9020) \
 	X(cuStreamGetCtx, cuStreamGetCtx_v2, 12050) \
 	X(cuStreamGetPriority, cuStreamGetPriority, 5050) \
+	X(cuStreamIsCapturing, cuStreamIsCapturing, 10000) \
+	X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, 10010) \
 	X(cuEventCreate, cuEventCreate, 2000) \
 	X(cuEventDestroy, cuEventDestroy_v2, 4000) \
 	X(cuEventRecord, cuEventRecord, 2000) \

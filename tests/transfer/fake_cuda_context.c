@@ -399,3 +399,26 @@ EXPORT int fake_cuda_depth(void)
 {
 	return depth;
 }
+
+/* ---- captures: there are none, but a test may have a stream say so ---- */
+
+static __thread CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
+{
+	CUstreamCaptureMode before = capture_mode;
+
+	ENTER(cuThreadExchangeStreamCaptureMode, DRIVER, NULL, *mode, before);
+	if (*mode > CU_STREAM_CAPTURE_MODE_RELAXED)
+		return leave(CUDA_ERROR_INVALID_VALUE);
+	capture_mode = *mode;
+	*mode = before;
+	return leave(CUDA_SUCCESS);
+}
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *out)
+{
+	ENTER(cuStreamIsCapturing, CONTEXT, stream, 0, 0);
+	*out = is.capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+	return leave(CUDA_SUCCESS);
+}
