@@ -19,6 +19,7 @@ struct model {
 struct cuda_api cuda;
 EXPORT struct model models[KVIO_NUM_COPY_KINDS][KVIO_NUM_COPY_WAYS];
 EXPORT double sync_ns, now_ns;
+EXPORT double hiccup_ns;			/* what every third wait takes longer */
 
 int virtual_clock(clockid_t id, struct timespec *out)
 {
@@ -106,7 +107,9 @@ static CUresult launch(CUfunction function, unsigned int blocks, unsigned int y,
 
 static CUresult stream_sync(CUstream stream)
 {
-	now_ns += sync_ns;
+	static uint32_t waits;
+
+	now_ns += sync_ns + (++waits % 3 ? 0 : hiccup_ns);
 	return CUDA_OK;
 }
 

@@ -55,6 +55,7 @@
 	X(capability, 90) \
 	X(sms, 132) \
 	X(max_pitch, 0x7fffffff) \
+	X(patience, 10)			/* seconds to wait for a stream that the test holds */ \
 	X(seed, 1)			/* of the order within a batch; 0: as given */
 
 /* The functions there are: name, exported name, the version of CUDA that brought it. Versions of

@@ -173,8 +173,8 @@ CUresult cuMemsetD8Async(CUdeviceptr target, unsigned char value, size_t nbytes,
 
 /* ---- two and three dimensions ---- */
 
-/* What is copied, and one side of it: where its first byte is, and how far a row and a slice are from
- * the next. */
+/* What is copied, and one side of it: where its first byte is, and how far from one row and slice
+ * to the next. */
 struct extent { size_t width, rows, slices; };
 struct lattice { uint64_t first, pitch, step; enum side side; };
 

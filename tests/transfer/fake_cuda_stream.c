@@ -7,8 +7,6 @@
 
 #include <time.h>
 
-#define HELD_S 10
-
 __thread bool in_host_function;
 
 static CUstream streams;		/* also those that are destroyed: a handle stays one */
@@ -257,9 +255,10 @@ static bool wait_for_change(bool held)
 	struct timespec until;
 
 	clock_gettime(CLOCK_REALTIME, &until);
-	until.tv_sec += HELD_S;
+	until.tv_sec += (time_t)is.patience;
 	if (pthread_cond_timedwait(&changed, &lock, &until) && held) {
-		violation("%d s were waited for a stream that the test holds", HELD_S);
+		violation("%llu s were waited for a stream that the test holds",
+			  (unsigned long long)is.patience);
 		return false;
 	}
 	return true;

@@ -29,7 +29,8 @@ def compiled(include, api=API, *flags):
     """The compiler over the check, beside that cuda.h."""
     return subprocess.run(
         [cbuild.compiler(), *cbuild.WARNINGS, "-isystem", include, f'-DCUDA_API_H="{api}"',
-         *(flags or ["-fsyntax-only"]), str(CHECK)], capture_output=True, text=True, env={**os.environ, "LD_PRELOAD": ""})
+         *(flags or ["-fsyntax-only"]), str(CHECK)], capture_output=True, text=True,
+        env={**os.environ, "LD_PRELOAD": ""})
 
 
 def test_our_header_agrees_with_the_real_one(include):

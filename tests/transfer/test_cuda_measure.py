@@ -124,8 +124,23 @@ def test_it_takes_some_tens_of_milliseconds(clock):
     assert 5e6 < took_ns < 60e6
 
 
+def test_what_delays_one_run_of_three_is_not_seen(clock):
+    quiet = clock.measure(GPU, sync_ns=10_000)
+    delay = ctypes.c_double.in_dll(clock.lib, "hiccup_ns")
+    delay.value = 50_000
+    try:
+        noisy = clock.measure(GPU, sync_ns=10_000)
+    finally:
+        delay.value = 0
+    assert noisy[2] > quiet[2] + 1e6 and noisy[1] == quiet[1]
+    for kind, way in itertools.product(range(4), range(4)):
+        for name in ("fixed_ns", "copy_ns", "row_ns", "byte_ns"):
+            found, expected = (getattr(costs[kind][way], name) for costs in (noisy[0], quiet[0]))
+            assert close(found, expected, 0.01 if name == "byte_ns" else 9)
+
+
 def test_a_slow_machine_is_measured_once_each(clock):
-    """A hundred times slower: a run of each sample is 7 s of this clock, four of them would be 28."""
+    """A hundred times slower: one run of each sample is long enough."""
     slow = {at: Model(100 * each.call_ns, 100 * each.piece_ns, 100 * each.byte_ns,
                       each.sms_of_link) for at, each in GPU.items()}
     _, _, took_ns = clock.measure(slow, sync_ns=1_000_000)

@@ -121,6 +121,9 @@ def check_rects(rects, copies, max_pitch):
 
 
 @given(SEGMENTS, st.sampled_from([0, 4096, 2**20, MAX_PITCH]))
+@example([(i * 4096, i * 8192, n) for i, n in enumerate([512, 512, 256, 512])], MAX_PITCH)
+@example([(z * 4096 + y * 64, z * 4096 + y * 64, 32 - (z == y == 1)) for z in range(3)
+          for y in range(3)], MAX_PITCH)            # equal strides, and one piece is shorter
 @settings(max_examples=400)
 def test_rectangles_are_exactly_the_pieces(plan, copies, max_pitch):
     copies = [copy for copy in copies if copy[2]]

@@ -357,7 +357,7 @@ def test_drivers_old_and_new(fake_cuda, driver, batch, kernel, called):
 
 # -- the choice
 
-# What kvio has measured is kept, for a device of one capability: each test has another GPU. With one
+# What kvio has measured is kept for a device of one capability: each test has another GPU. With one
 # SM there is nothing to be sought.
 CAPABILITIES = iter(range(100, 1000))
 

@@ -43,6 +43,17 @@ def test_pageable_memory_that_nobody_waits_for(app, fake_cuda):
     assert "pageable" in fake_cuda.forgive()[0]
 
 
+def test_waiting_for_a_stream_that_the_test_holds_ends(app, fake_cuda):
+    (addr, bytes_), stream = app.device_memory(64), app.stream()
+    fake_cuda.set(patience=1)
+    with fake_cuda.held(stream):
+        fake_cuda.do("cuMemsetD8Async", addr, 1, 64, stream)
+        assert fake_cuda.call("cuStreamSynchronize", stream) == 702     # LAUNCH_TIMEOUT
+    assert "holds" in fake_cuda.forgive()[0]
+    fake_cuda.do("cuStreamSynchronize", stream)
+    assert (bytes_ == 1).all()
+
+
 def test_a_context_that_goes_with_things_in_it(fake_cuda):
     fake_cuda.do("cuInit", 0)
     context = fake_cuda.new("cuCtxCreate_v2", 0, 0)
