@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
