@@ -206,8 +206,12 @@ class BlockAllocator:
     def __enter__(self):
         return self
 
-    def __exit__(self, *exc):
-        self.close()
+    def __exit__(self, kind, error, trace):
+        try:
+            self.close()
+        except Busy:                                # what is in flight keeps the memory itself
+            if kind is None:
+                raise                               # else what ended the block says more
 
     def __repr__(self):
         return f"<{type(self).__name__} {self.num_free} of {self.num_blocks} blocks free>"

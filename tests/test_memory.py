@@ -343,3 +343,12 @@ def test_blocks_may_be_freed_by_the_garbage_collector():
     assert done
     gc.collect()
     assert pool.num_free == 4096
+
+
+def test_what_ends_a_block_is_not_hidden_by_blocks_in_flight():
+    """Ctrl-C in the midst of a transfer stays Ctrl-C; without an error it is Busy."""
+    with pytest.raises(KeyboardInterrupt), BlockPool(LAYOUT, 2) as pool:
+        pool.pin(pool.alloc(1))
+        raise KeyboardInterrupt
+    with pytest.raises(Busy), BlockPool(LAYOUT, 2) as pool:
+        pool.pin(pool.alloc(1))

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Memory of our own, pinned and on the device, and what is done with it outside of transfers. */
 #include <stdio.h>
+#include <unistd.h>
 
 #include "cuda_impl.h"
 
@@ -103,10 +104,32 @@ void kvio_cuda_free(int device, uint64_t addr, uint32_t memory)
 typedef CUresult (*enqueue)(struct cuda_dev *dev, uint64_t target, uint64_t what,
 			    uint64_t nbytes);
 
+static uint64_t left_in_page(uint64_t addr)
+{
+	uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+
+	return page - (addr & (page - 1));
+}
+
+/* The driver takes no copy that begins in registered pages and ends outside of them, as an array
+ * may that shares a page with a region. No page is in two states: so then page by page. */
 static CUresult enqueue_copy(struct cuda_dev *dev, uint64_t target, uint64_t source,
 			     uint64_t nbytes)
 {
-	return cuda.copy(target, source, nbytes, dev->own);
+	CUresult code = cuda.copy(target, source, nbytes, dev->own), all = code;
+
+	for (uint64_t at = 0; all == CUDA_INVALID_VALUE && at < nbytes; ) {
+		uint64_t length = nbytes - at, here = left_in_page(source + at);
+		uint64_t there = left_in_page(target + at);
+
+		length = here < length ? here : length;
+		length = there < length ? there : length;
+		code = cuda.copy(target + at, source + at, length, dev->own);
+		if (code != CUDA_OK)
+			return code;
+		at += length;
+	}
+	return code;
 }
 
 static CUresult enqueue_fill(struct cuda_dev *dev, uint64_t target, uint64_t value,

@@ -7,6 +7,7 @@ import mmap
 import numpy as np
 import pytest
 
+from kvio._ext import nic as _nic
 from kvio.errors import KvioError
 from kvio.layout import READ, WRITE
 from kvio.transfer import KV, Access, Nic
@@ -126,6 +127,20 @@ def test_no_copy_crosses_from_one_registration_into_the_next(fake_cuda, gpu, cop
                           for i in range(2)])
     peer.read(wrs).wait()
     assert (hbm[:4 * PAGE] == other.bytes).all()
+
+
+def test_what_is_read_at_once_may_lie_across_the_end_of_a_registration(fake_cuda, gpu):
+    """An array on the heap shares its first or last page with whatever else is registered."""
+    host, nic = Host(8), gpu.nic()
+    device = nic.device_memory(8 * PAGE)
+    nic.register(host.part(2 * PAGE + 100, 3 * PAGE))           # pins pages 2 to 5
+    expected = pattern(8 * PAGE, 5)
+    for start, stop in (0, 8 * PAGE), (PAGE, 3 * PAGE), (5 * PAGE + 7, 7 * PAGE), (10, 20):
+        host.bytes[:] = expected
+        device.write(start, host.part(start, stop - start))
+        host.bytes[:] = 0
+        _nic.cuda_copy(0, host.addr + start, device.addr + start, stop - start)
+        assert (host.bytes[start:stop] == expected[start:stop]).all()
 
 
 @pytest.mark.parametrize("ranges, taken", [
