@@ -83,7 +83,8 @@ def bare(wheel, tmp_path_factory):
     run(sys.executable, "-m", "venv", "--without-pip", venv)
     source = ["--no-index", "--find-links", NUMPY_WHEELS] if NUMPY_WHEELS.exists() else []
     run(sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", "-q",
-        "--only-binary", ":all:", *source, wheel)
+        "--only-binary", ":all:", *source, wheel,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"})
     home = tmp_path_factory.mktemp("elsewhere")
 
     def bare(name, *arguments):
