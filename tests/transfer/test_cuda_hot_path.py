@@ -101,3 +101,15 @@ def test_a_second_gpu_is_used_without_the_first(application, fake_cuda):
     retained = {a for name, _, a, _ in fake_cuda.log()[first:]
                 if name == "cuDevicePrimaryCtxRetain"}
     assert retained == {1} and fake_cuda.depth() == 0
+
+
+def test_more_batches_in_flight_than_ever_are_events_made_once(machine, fake_cuda):
+    m, made = machine(copy="loop"), []
+    for _ in range(3):
+        calls = fake_cuda.calls("cuEventCreate")
+        with fake_cuda.held():
+            transfers = [m.post(rows(1)) for _ in range(600)]
+        for transfer in transfers:
+            transfer.wait()
+        made.append(fake_cuda.calls("cuEventCreate") - calls)
+    assert 0 < made[0] < 1024 and made[1:] == [0, 0]
