@@ -44,6 +44,9 @@ with kvio.Nic.open("soft") as nic:
     layer = kvio.LayerDescriptors(kvio.READ, layout, side, None, pool.side(there.key), ids, 64)
     nic.connect("here").read(layer.layer(1)).wait()
 assert (work.reshape(4, 4096) == (ids + 1)[:, None]).all()
+from kvio.transfer import cuda              # a wheel brings the kernel for GPUs, compiled
+assert b".entry kvio_copy" in cuda._kernel()
+assert os.path.exists(os.path.join(os.path.dirname(kvio.__file__), "include", "kvio", "gpu.h"))
 """
 
 
@@ -80,7 +83,8 @@ def bare(wheel, tmp_path_factory):
     run(sys.executable, "-m", "venv", "--without-pip", venv)
     source = ["--no-index", "--find-links", NUMPY_WHEELS] if NUMPY_WHEELS.exists() else []
     run(sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", "-q",
-        "--only-binary", ":all:", *source, wheel)
+        "--only-binary", ":all:", *source, wheel,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"})
     home = tmp_path_factory.mktemp("elsewhere")
 
     def bare(name, *arguments):
@@ -93,7 +97,9 @@ def test_sdist_has_what_a_build_and_its_tests_need(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     for name in ("setup.py", "pyproject.toml", "Makefile", "LICENSE", "README.md",
-                 "include/kvio/block.h", "kvio/_ext/core.pxd", "tests/conftest.py", ".ci/run"):
+                 "include/kvio/block.h", "kvio/_ext/core.pxd", "tests/conftest.py", ".ci/run",
+                 "include/kvio/gpu.h", "kvio/_ext/copy_kernel.cu", "kvio/_ext/copy_kernel.ptx",
+                 ".ci/ptx", "benchmarks/gpu_check.sh"):
         assert name in names
     assert not [name for name in names if name.endswith(".so")]
 
@@ -109,15 +115,17 @@ def test_wheel_has_no_source_and_every_data_file(wheel):
     assert here - names == set(), "not in the wheel; see package-data in pyproject.toml"
 
 
-def test_wheel_needs_no_liburing_where_it_runs(wheel, tmp_path):
-    """A wheel that is passed on carries liburing inside; where only the shared library is
-    installed setup.py links that, and the wheel is for this machine alone."""
+def test_wheel_needs_no_other_library_where_it_runs(wheel, tmp_path):
+    """Those of NICs and GPUs are opened when they are asked for. A wheel that is passed on carries
+    liburing inside; where only the shared library is installed setup.py links that, and the wheel
+    is for this machine alone."""
     with zipfile.ZipFile(wheel) as archive:
         modules = [name for name in archive.namelist() if name.endswith(".so")]
         archive.extractall(tmp_path, modules)
     assert modules
     needed = "".join(run("ldd", tmp_path / name) for name in modules)
     assert "not found" not in needed
+    assert not [name for name in ("cuda", "nvrtc", "ibverbs") if f"lib{name}" in needed]
     if any(Path("/usr").glob("lib/*/liburing.a")):
         assert "liburing" not in needed
 
