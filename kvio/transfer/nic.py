@@ -173,9 +173,8 @@ class Nic:
                 "register it in parts, or with larger KVIO_IB_SLICE_BYTES")
 
     def _region_of(self, obj) -> Region:
-        if not isinstance(obj, (memory.Region, np.ndarray)) and \
-                hasattr(obj, "__array_interface__"):
-            obj = np.asarray(obj)
+        if not isinstance(obj, (memory.Region, np.ndarray)):
+            obj = _by_interface(obj)
         is_region = isinstance(obj, memory.Region)
         if is_region and obj.array is not None:
             obj, is_region = obj.array if obj.writable else _read_only(obj.array), False
@@ -390,6 +389,15 @@ class Nic:
             raise Closed(f"NIC {self.name} is closed")
         if self.provider == "cuda":
             cuda.check_process(self)
+
+
+def _by_interface(obj):
+    """The array of what has `__array_interface__`; anything else as it is."""
+    try:
+        return np.asarray(obj) if hasattr(obj, "__array_interface__") else obj
+    except Exception as wrong:              # another library's, about its own memory
+        raise InvalidArgument("this object's __array_interface__ does not say where its memory "
+                              f"is: {wrong!r}") from None
 
 
 def _read_only(array):
