@@ -87,8 +87,8 @@ build() {
 
 tests() {
 	[ "$fake" = 1 ] || export KVIO_REQUIRE=cuda
-	"$python" -m pytest -p no:cacheprovider -p no:benchmark -k 'cuda or gpu' \
-		tests/transfer/test_c{ontract,uda_real,uda_copies}*.py
+	"$python" -m pytest -p no:cacheprovider -p no:benchmark -k 'cuda or gpu or flows and device' \
+		tests/transfer/test_c{ontract,uda_real,uda_copies}*.py tests/engine/test_flows.py
 }
 
 # The tables are written when the session ends: it has to stop by itself before its time is over.
@@ -166,9 +166,9 @@ step() {
 
 step machine 20 machine.txt
 step build 90 build.log
-step tests 40 tests.log
+step tests 75 tests.log
 step bench 80 bench.log
-step real 15 real.log
+step real 20 real.log
 step timed 30 timed.log
 
 verdict='every step passed'
