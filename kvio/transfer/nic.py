@@ -376,7 +376,11 @@ class Nic:
         return self
 
     def __exit__(self, kind, error, trace):
-        self.close(cancel=True)
+        try:
+            self.close(cancel=True)
+        except Busy:
+            if kind is None:
+                raise                           # else what ended the block says more
 
     def __del__(self):
         ext = getattr(self, "_ext", None)
