@@ -108,7 +108,7 @@ def check_device(nic, region) -> None:
 
 def not_registered(nic, region, code):
     """The error for memory that the driver does not take."""
-    why = _said(nic) or "the driver does not say why"
+    why = said(nic) or "the driver does not say why"
     text = f"{nic.name}: cannot register {region.nbytes} bytes at {region.addr:#x}: {why}"
     if code in (errno.EINVAL, errno.EXDEV, errno.EFAULT, errno.EACCES):
         return InvalidArgument(text)
@@ -117,7 +117,7 @@ def not_registered(nic, region, code):
 
 def not_posted(peer, code):
     """The error for a batch of which nothing was posted."""
-    nic, why = peer.nic, _said(peer.nic)
+    nic, why = peer.nic, said(peer.nic)
     if code == errno.EXDEV:
         return InvalidArgument(f"{nic.name}: the stream given as after= belongs to another GPU or "
                                f"another context than cuda:{nic._network.ordinal}'s primary one; "
@@ -125,7 +125,7 @@ def not_posted(peer, code):
     return TransferError(code, f"cannot post to {peer.remote_name}{why and f': {why}'}")
 
 
-def _said(nic) -> str:
+def said(nic) -> str:
     """What the driver said of the last call that failed, and what to try."""
     return _nic.with_driver_hint(_nic.cuda_info(nic._ext)["why"])
 

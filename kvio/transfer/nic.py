@@ -278,7 +278,7 @@ class Nic:
         if listener.classes is not None and listener.classes != classes:
             raise InvalidArgument(f"{address!r} has the traffic classes {listener.classes}, not "
                                   f"{classes}: both ends need the same list")
-        here, there = Peer(self, listener.nic.name, classes), Peer(listener.nic, self.name, classes)
+        here, there = self._end(listener.nic, classes), listener.nic._end(self, classes)
         here._other, there._other = there, here
         here._join()
         if self.provider == "cuda":
@@ -289,6 +289,15 @@ class Nic:
         there.listener = listener
         listener._accepted.append(there)
         return here
+
+    def _end(self, other, classes):
+        """Our end of a connection to another NIC of this process."""
+        try:
+            return Peer(self, other.name, classes)
+        except OSError as failed:
+            why = cuda.said(self) if self.provider == "cuda" else ""
+            raise TransferError(failed.errno, f"{self.name} cannot connect to {other.name}: "
+                                f"{why or failed.strerror}") from None
 
     # ---- progress and figures
 

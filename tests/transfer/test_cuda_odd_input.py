@@ -3,11 +3,11 @@ are no such thing: InvalidArgument for each, and never what Python or C makes of
 import numpy as np
 import pytest
 
-from kvio.errors import InvalidArgument
+from kvio.errors import InvalidArgument, TransferError
 from kvio.layout import BlockLayout
 from kvio.memory import LayerPool, Region
 from kvio.spans import span_of
-from kvio.transfer import Nic
+from kvio.transfer import KV, Nic
 
 
 class Says:
@@ -98,3 +98,17 @@ def test_a_number_of_very_many_digits(fake_cuda):
     with pytest.raises(InvalidArgument, match="cuda:N") as refused:
         Nic.open("cuda:" + "1" * 5000)
     assert len(str(refused.value)) < 200
+
+
+def test_a_stream_that_cannot_be_made_is_a_typed_error_of_connect(gpu, fake_cuda):
+    """The call of the driver is named, nothing is left, and the next try works."""
+    nic = gpu.nic()
+    nic.listen("odd")
+    before = fake_cuda.objects()
+    for after in 0, 1:
+        fake_cuda.fail("cuStreamCreateWithPriority", "OUT_OF_MEMORY", after=after)
+        with pytest.raises(TransferError, match="cuda:0 cannot connect to cuda:0: .*"
+                           "cuStreamCreateWithPriority.*OUT_OF_MEMORY"):
+            nic.connect("odd", classes=[KV])
+        assert fake_cuda.objects() == before
+    nic.connect("odd", classes=[KV]).close()
