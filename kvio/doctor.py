@@ -162,12 +162,18 @@ def _verbs():
 
 def _cuda():
     """The GPUs by name, without a context of CUDA, and how the first one copies, with one."""
-    library, reason = _open(os.environ.get("KVIO_CUDA_LIBRARY") or "libcuda.so.1")
+    named = os.environ.get("KVIO_CUDA_LIBRARY")
+    library, reason = _open(named or "libcuda.so.1")
     if library is None:
-        return Finding("GPU", "missing", reason, "nothing to do without a GPU: pools lie in host "
-                       "memory")
+        return Finding("GPU", "missing", reason, f"KVIO_CUDA_LIBRARY={named} is opened in place of "
+                       "libcuda.so.1: unset it, or name a libcuda" if named else
+                       "nothing to do without a GPU: pools lie in host memory")
     version, count, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(128)
-    library.cuDriverGetVersion(ctypes.byref(version))
+    try:
+        library.cuDriverGetVersion(ctypes.byref(version))
+    except AttributeError as lacking:
+        return Finding("GPU", "limited", f"no libcuda: {lacking}", "install NVIDIA's driver anew"
+                       if not named else f"KVIO_CUDA_LIBRARY={named}: unset it, or name a libcuda")
     driver = f"driver for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
     code = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
     if code or not count.value:

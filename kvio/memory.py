@@ -51,7 +51,9 @@ class Region:
             return
         try:
             array = np.frombuffer(_lent(memory), np.uint8)
-        except (ValueError, TypeError, BufferError, RuntimeError) as wrong:
+        except InvalidArgument:
+            raise
+        except (ValueError, TypeError, BufferError) as wrong:
             raise InvalidArgument(f"a region needs one contiguous, non-empty buffer: {wrong}") \
                 from None
         if array.nbytes == 0:
@@ -86,9 +88,13 @@ class Region:
 
 def _lent(memory):
     """Something with the buffer protocol for the same bytes."""
-    if hasattr(memory, "__dlpack__") and not isinstance(memory, np.ndarray):
+    if not hasattr(memory, "__dlpack__") or isinstance(memory, np.ndarray):
+        return memory
+    try:
         return np.from_dlpack(memory)
-    return memory
+    except Exception as wrong:              # another library's, about its own tensor
+        raise InvalidArgument("this object does not lend its host memory by DLPack: "
+                              f"{wrong!r}") from None
 
 
 # What `alloc` and `close` call before they give up: `completion.reap`, which stands above us, looks
@@ -341,7 +347,8 @@ class LayerPool(BlockAllocator):
 
     def records(self, block_id: int, offset: int) -> np.ndarray:
         """A view of one token's records, layer by layer: uint8 `[num_layers, bytes]`."""
-        return self._rows[:, block_id, offset]
+        return self._rows[:, checked_int("block_id", block_id, 0, self.num_blocks - 1),
+                          checked_int("offset", offset, 0, self.layout.block_tokens - 1)]
 
     def _clear(self, ids):
         if self._poison:

@@ -76,6 +76,9 @@ def span_of(obj) -> Span | None:
                               ".view(torch.uint8))") from None
     if found is not None and (found.nbytes == 0 or found.addr == 0):
         raise InvalidArgument("the GPU memory is empty")
+    if found is not None and not 0 < found.addr < found.addr + found.nbytes <= 1 << 64:
+        raise InvalidArgument(f"this object says that its GPU memory is {found.nbytes} bytes at "
+                              f"{found.addr:#x}, which no memory is")
     return found
 
 
@@ -139,6 +142,9 @@ def _capsule(obj):
 
 
 def _check_contiguous(shape, strides, itemsize):
+    if itemsize < 0 or any(length < 0 for length in shape):
+        raise InvalidArgument(f"GPU memory of shape {shape} and {itemsize} bytes an element is no "
+                              "memory")
     if strides is None or 0 in shape:
         return
     expected, nbytes = [], itemsize
@@ -275,9 +281,7 @@ class DeviceView(_Lender):
             raise InvalidArgument(f"{len(index)} indices into {len(self.shape)} dimensions")
         for at, length, stride in zip(index, self.shape, self.strides):
             if isinstance(at, slice):
-                first, stop, step = at.indices(length)
-                if step != 1:
-                    raise InvalidArgument("a view of device memory takes slices without a step")
+                first, stop = _bounds(at, length)
                 shape.append(max(stop - first, 0))
                 strides.append(stride)
             else:
@@ -289,11 +293,14 @@ class DeviceView(_Lender):
 
     def reshape(self, *shape) -> "DeviceView":
         """The same bytes, which are packed, in another shape; one length may be -1."""
-        if -1 in shape:
-            shape = tuple(self.nbytes // -math.prod(shape) if n == -1 else n for n in shape)
-        if math.prod(shape) != self.nbytes or not _is_packed(self.shape, self.strides):
+        lengths = tuple(checked_int("a length", n, -1) for n in shape)
+        if lengths.count(-1) == 1:
+            rest = -math.prod(lengths)
+            lengths = tuple(self.nbytes // rest if n == -1 and rest else n for n in lengths)
+        if -1 in lengths or math.prod(lengths) != self.nbytes or \
+                not _is_packed(self.shape, self.strides):
             raise InvalidArgument(f"{self} cannot have the shape {shape}")
-        return DeviceView(self.addr, shape, None, self.ordinal, self.owner)
+        return DeviceView(self.addr, lengths, None, self.ordinal, self.owner)
 
     def read(self) -> np.ndarray:
         """A copy in host memory. Synchronous, for set-up, tests, and engines that compute on the
@@ -334,6 +341,18 @@ class DeviceView(_Lender):
         for number, index in enumerate(np.ndindex(*self.shape[:dims])):
             yield (self.addr + sum(map(operator.mul, index, self.strides)), number * nbytes,
                    nbytes)
+
+
+def _bounds(piece, length):
+    """Of a slice."""
+    try:
+        first, stop, step = piece.indices(length)
+    except (TypeError, ValueError):
+        step = None
+    if step != 1:
+        raise InvalidArgument("a view of device memory takes slices of ints without a step, not "
+                              f"{piece!r}")
+    return first, stop
 
 
 def check_there(ordinal: int, addr: int, nbytes: int) -> None:

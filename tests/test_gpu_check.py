@@ -1,9 +1,13 @@
 """benchmarks/gpu_check.sh, rehearsed on the fake driver: its steps, what it leaves, what it says of
 a step that fails. How long anything takes is not looked at."""
+import importlib.util
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -75,6 +79,42 @@ def test_a_step_that_fails_fails_the_check_and_stops_no_other(tmp_path):
     assert "real     rc 2 " in summary and "A STEP HAS FAILED" in summary
     assert "long ago" not in summary
     assert "none.so" in said                    # the last lines of its log
+
+
+def test_the_tests_of_a_machine_with_a_gpu(tmp_path):
+    """The fake as that machine's libcuda.so.1, and nothing installed that is not needed: no test is
+    missing a thing that only the fake has, none fails for want of a library."""
+    if fake_cuda.why_not():
+        skip_or_fail("cuda-headers", fake_cuda.why_not())
+    others = [name for name in ("torch", "cupy", "jax") if importlib.util.find_spec(name)]
+    if others and not (others == ["torch"] and version("torch").endswith("+cpu")):
+        pytest.skip(f"installed here: {', '.join(others)}, which would take the fake for a GPU")
+    (tmp_path / "libcuda.so.1").symlink_to(fake_cuda.build())
+    code, summary, said = check(tmp_path / "out", "tests", KVIO_CUDA_LIBRARY="",
+                                LD_LIBRARY_PATH=str(tmp_path))
+    log = (tmp_path / "out" / "tests.log").read_text()
+    assert code == 0 and "fake" not in summary, log
+    assert re.search(r" passed, \d+ skipped", log) and "not installed" in log, log
+
+
+def test_it_builds_with_a_setuptools_that_does_not_know_this_projects_metadata(tmp_path):
+    """In a copy without what was built: setuptools before 77 refuses the licence's new form."""
+    unbuilt = shutil.ignore_patterns("*.so", "__pycache__")
+    for name in "benchmarks", "include", "kvio":
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=unbuilt)
+    (tmp_path / "pyproject.toml").write_text("[project]\nlicense = 5\n")
+    (tmp_path / "setup.py").write_text(
+        "from setuptools import Extension, setup\n"
+        "setup(ext_modules=[Extension('kvio._ext.small', ['small.c'])])\n")
+    (tmp_path / "small.c").write_text(
+        "#include <Python.h>\n"
+        "static struct PyModuleDef it = { PyModuleDef_HEAD_INIT, \"small\" };\n"
+        "PyMODINIT_FUNC PyInit_small(void) { return PyModule_Create(&it); }\n")
+    subprocess.run([tmp_path / "benchmarks" / "gpu_check.sh", tmp_path / "out", "build"],
+                   capture_output=True, timeout=240,
+                   env={**os.environ, "PYTHON": sys.executable, "LD_PRELOAD": ""})
+    log = (tmp_path / "out" / "build.log").read_text()
+    assert list((tmp_path / "kvio" / "_ext").glob("small*.so")), log
 
 
 def test_a_step_of_another_name_is_refused(tmp_path):

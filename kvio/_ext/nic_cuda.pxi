@@ -223,7 +223,7 @@ def dlpack_lend(owner, uint64_t addr, shape, strides, int ordinal, bint is_versi
     cdef dl_tensor tensor
     cdef int i
     if len(shape) > MOST_DIMS:
-        raise ValueError(f"more than {MOST_DIMS} dimensions")
+        raise BufferError(f"kvio lends memory of at most {MOST_DIMS} dimensions, not {len(shape)}")
     memory = <lent *>calloc(1, sizeof(lent))
     if memory is NULL:
         raise MemoryError()

@@ -48,25 +48,25 @@ os.register_at_fork(after_in_child=_forget_boards)
 
 def open_nic(cls, instance, name, queue_depth, max_sge, copy, max_sms, busy_poll):
     """`Nic.open("cuda:instance")`."""
-    if instance and not (instance.isascii() and instance.isdecimal()):
-        raise InvalidArgument(f"a GPU is \"cuda\" or \"cuda:N\", not {f'cuda:{instance}'!r}")
+    if instance and not (instance.isascii() and instance.isdecimal() and len(instance) < 10):
+        given = f"cuda:{instance[:40]}{'...' if len(instance) > 40 else ''}"
+        raise InvalidArgument(f"a GPU is \"cuda\" or \"cuda:N\", not {given!r}")
     ways = {"auto": _nic.COPY_AUTO} | {way: i for i, way in enumerate(_nic.COPY_WAYS)}
     copy = "auto" if copy is None else copy
     if not isinstance(copy, str) or copy not in ways:
         raise InvalidArgument(f"copy must be one of {', '.join(ways)}, not {copy!r}")
     max_sms = MAX_SMS if max_sms is None else checked_int("max_sms", max_sms, 1, 1024)
+    queue_depth = checked_int("queue_depth", queue_depth, 1, 1 << 20)
+    max_sge = checked_int("max_sge", max_sge, 1, 64)
     ordinal = int(instance or 0)
     try:
         ext = _nic.Nic("cuda", device=str(ordinal), queue_depth=queue_depth, max_sge=max_sge,
                        flags=_nic.BUSY_POLL if busy_poll else 0, copy_way=ways[copy],
                        max_sms=max_sms, ptx=_kernel())
-    except (OverflowError, TypeError) as wrong:
-        raise InvalidArgument(f"cuda:{ordinal}: {wrong}") from None
     except OSError as failed:
         why = _nic.with_driver_hint(failed.strerror)
         if failed.errno == errno.EINVAL:
-            raise InvalidArgument(f"cuda:{ordinal}: {why} (queue_depth={queue_depth!r} (1 to "
-                                  f"2**20), max_sge={max_sge!r} (1 to 64))") from None
+            raise InvalidArgument(f"cuda:{ordinal}: {why}") from None
         if failed.errno in (errno.ENODEV, errno.ENOSYS) and "Nic.open" not in why:
             why = f"{why}; {ANYWHERE}"
         raise BackendUnavailable(failed.errno, why) from None
@@ -108,7 +108,7 @@ def check_device(nic, region) -> None:
 
 def not_registered(nic, region, code):
     """The error for memory that the driver does not take."""
-    why = _said(nic) or "the driver does not say why"
+    why = said(nic) or "the driver does not say why"
     text = f"{nic.name}: cannot register {region.nbytes} bytes at {region.addr:#x}: {why}"
     if code in (errno.EINVAL, errno.EXDEV, errno.EFAULT, errno.EACCES):
         return InvalidArgument(text)
@@ -117,7 +117,7 @@ def not_registered(nic, region, code):
 
 def not_posted(peer, code):
     """The error for a batch of which nothing was posted."""
-    nic, why = peer.nic, _said(peer.nic)
+    nic, why = peer.nic, said(peer.nic)
     if code == errno.EXDEV:
         return InvalidArgument(f"{nic.name}: the stream given as after= belongs to another GPU or "
                                f"another context than cuda:{nic._network.ordinal}'s primary one; "
@@ -125,7 +125,7 @@ def not_posted(peer, code):
     return TransferError(code, f"cannot post to {peer.remote_name}{why and f': {why}'}")
 
 
-def _said(nic) -> str:
+def said(nic) -> str:
     """What the driver said of the last call that failed, and what to try."""
     return _nic.with_driver_hint(_nic.cuda_info(nic._ext)["why"])
 

@@ -173,9 +173,8 @@ class Nic:
                 "register it in parts, or with larger KVIO_IB_SLICE_BYTES")
 
     def _region_of(self, obj) -> Region:
-        if not isinstance(obj, (memory.Region, np.ndarray)) and \
-                hasattr(obj, "__array_interface__"):
-            obj = np.asarray(obj)
+        if not isinstance(obj, (memory.Region, np.ndarray)):
+            obj = _by_interface(obj)
         is_region = isinstance(obj, memory.Region)
         if is_region and obj.array is not None:
             obj, is_region = obj.array if obj.writable else _read_only(obj.array), False
@@ -279,7 +278,7 @@ class Nic:
         if listener.classes is not None and listener.classes != classes:
             raise InvalidArgument(f"{address!r} has the traffic classes {listener.classes}, not "
                                   f"{classes}: both ends need the same list")
-        here, there = Peer(self, listener.nic.name, classes), Peer(listener.nic, self.name, classes)
+        here, there = self._end(listener.nic, classes), listener.nic._end(self, classes)
         here._other, there._other = there, here
         here._join()
         if self.provider == "cuda":
@@ -290,6 +289,15 @@ class Nic:
         there.listener = listener
         listener._accepted.append(there)
         return here
+
+    def _end(self, other, classes):
+        """Our end of a connection to another NIC of this process."""
+        try:
+            return Peer(self, other.name, classes)
+        except OSError as failed:
+            why = cuda.said(self) if self.provider == "cuda" else ""
+            raise TransferError(failed.errno, f"{self.name} cannot connect to {other.name}: "
+                                f"{why or failed.strerror}") from None
 
     # ---- progress and figures
 
@@ -377,7 +385,11 @@ class Nic:
         return self
 
     def __exit__(self, kind, error, trace):
-        self.close(cancel=True)
+        try:
+            self.close(cancel=True)
+        except Busy:
+            if kind is None:
+                raise                           # else what ended the block says more
 
     def __del__(self):
         ext = getattr(self, "_ext", None)
@@ -390,6 +402,15 @@ class Nic:
             raise Closed(f"NIC {self.name} is closed")
         if self.provider == "cuda":
             cuda.check_process(self)
+
+
+def _by_interface(obj):
+    """The array of what has `__array_interface__`; anything else as it is."""
+    try:
+        return np.asarray(obj) if hasattr(obj, "__array_interface__") else obj
+    except Exception as wrong:              # another library's, about its own memory
+        raise InvalidArgument("this object's __array_interface__ does not say where its memory "
+                              f"is: {wrong!r}") from None
 
 
 def _read_only(array):

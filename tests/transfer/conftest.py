@@ -50,6 +50,16 @@ PROVIDERS = ["verbs"] if INSIDE else [
     name for name in DEVICES if DEVICES[name] == "soft" or required(name) or not why_not(name)]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def the_gpus_context():
+    """A real GPU's context goes with its last NIC, and takes some tenths of a second to be made and
+    to end: with one NIC open all the time that is not paid again by each of a hundred tests."""
+    kept = Nic.open("cuda:0", copy="loop") if required("cuda") and not why_not("cuda") else None
+    yield
+    if kept is not None:
+        kept.close(cancel=True)
+
+
 class SharedNic(Nic):
     """Its names are those of Unix sockets in `folder`."""
 

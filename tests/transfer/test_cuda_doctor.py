@@ -1,6 +1,4 @@
 """What `kvio doctor` says of GPUs, on the fake libcuda."""
-import os
-
 import fake_cuda as fakes
 
 from kvio import doctor
@@ -28,7 +26,22 @@ def test_a_gpu_that_cannot_be_opened(fake_cuda):
 
 
 def test_no_driver(monkeypatch):
-    monkeypatch.setitem(os.environ, fakes.VARIABLE, "libnone-of-these.so.1")
+    monkeypatch.delenv(fakes.VARIABLE, raising=False)
+    monkeypatch.setattr(doctor, "_open", lambda name: (None, f"{name}: not found"))
     found = doctor._cuda()
-    assert found.state == "missing" and "libnone-of-these" in found.detail
+    assert found.state == "missing" and "libcuda.so.1" in found.detail
     assert "host memory" in found.remedy
+
+
+def test_a_library_that_is_no_libcuda(tmp_path, monkeypatch):
+    """Not there, not a library, and a library of something else."""
+    for name in "none.so", "text.so", "folder":
+        monkeypatch.setenv(fakes.VARIABLE, str(tmp_path / name))
+        (tmp_path / "text.so").write_text("no ELF")
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        found = doctor._cuda()
+        assert found.state == "missing" and name in found.remedy and "unset it" in found.remedy
+    monkeypatch.setenv(fakes.VARIABLE, "libm.so.6")
+    found = doctor._cuda()
+    assert found.state == "limited" and "cuDriverGetVersion" in found.detail
+    assert "unset it" in found.remedy

@@ -11,9 +11,8 @@ from kvio.memory import BlockPool, LayerPool
 from kvio.spans import span_of
 from kvio.transfer import KV, Access, Nic
 from nics import pattern, requests
-from require import required
+from require import need, required
 
-pytestmark = pytest.mark.needs("cuda")
 WAYS = ("auto", "loop", "batch", "strided", "kernel")
 LAYOUT, NUM = BlockLayout(4, 16, 512), 64               # Layer Blocks of 8 KiB
 
@@ -22,6 +21,16 @@ LAYOUT, NUM = BlockLayout(4, 16, 512), 64               # Layer Blocks of 8 KiB
 def is_wanted():
     if not required("cuda"):
         pytest.skip("cuda: this session may have the fake; KVIO_REQUIRE=cuda takes the real one")
+    need("cuda")            # and not by a mark: with that, a library that is missing is a failure
+
+
+def library(name):
+    """The module, if it is installed, and not without CUDA; then it has to see the GPU."""
+    module = pytest.importorskip(name, reason=f"{name} is not installed")
+    if name == "torch" and module.version.cuda is None:
+        pytest.skip("torch is built without CUDA")
+    assert module.cuda.is_available(), f"{name} sees no GPU"
+    return module
 
 
 class Loop:
@@ -95,7 +104,7 @@ def test_host_memory_that_kvio_pins(loop):
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "bfloat16", "float8_e4m3fn"])
 def test_torchs_tensors(loop, dtype):
-    torch = pytest.importorskip("torch")
+    torch = library("torch")
     tensor = torch.zeros(65536, dtype=torch.uint8, device="cuda").view(getattr(torch, dtype))
     try:
         assert span_of(tensor).ordinal == 0
@@ -107,7 +116,7 @@ def test_torchs_tensors(loop, dtype):
 
 
 def test_what_torch_does_not_give(loop):
-    torch = pytest.importorskip("torch")
+    torch = library("torch")
     with pytest.raises(InvalidArgument, match="detach"):
         loop.nic.register(torch.zeros(8, device="cuda", requires_grad=True))
     with pytest.raises(InvalidArgument, match="contiguous"):
@@ -117,7 +126,7 @@ def test_what_torch_does_not_give(loop):
 
 
 def test_torchs_streams(loop):
-    torch = pytest.importorskip("torch")
+    torch = library("torch")
     data, out = torch.zeros(1 << 22, dtype=torch.uint8, device="cuda"), np.zeros(1 << 22, np.uint8)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -135,7 +144,7 @@ def test_torchs_streams(loop):
 
 
 def test_cupys_arrays_and_streams(loop):
-    cupy = pytest.importorskip("cupy")
+    cupy = library("cupy")
     array, stream = cupy.zeros(1 << 20, cupy.uint8), cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     transfer = loop.move(READ, array, pattern(1 << 20, 6), 1 << 20)
@@ -172,7 +181,7 @@ def test_others_see_our_memory(loop):
 
 
 def test_jaxs_arrays_are_read(loop):
-    jax = pytest.importorskip("jax")
+    jax = pytest.importorskip("jax", reason="jax is not installed")
     array = jax.numpy.arange(4096, dtype="bfloat16").block_until_ready()
     assert loop.nic.register(array).access & Access.REMOTE_READ
     out = np.zeros(8192, np.uint8)

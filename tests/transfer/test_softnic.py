@@ -1,11 +1,12 @@
 """The soft NIC in virtual time: exact to the byte and the nanosecond."""
 import errno
+import uuid
 
 import numpy as np
 import pytest
 
 from kvio._ext import nic as ext
-from kvio.errors import TransferError
+from kvio.errors import Busy, TransferError
 from kvio.layout import READ, WRITE
 from kvio.transfer import COLLECTIVE, KV
 from nics import Pair, finish, pattern, requests
@@ -168,3 +169,18 @@ def test_small_mtu_and_zero_length(virtual):
     transfer = pair.peer.read(pair.read([0, 0, 256, 1024], [0, 0, 256, 1024], lengths))
     assert finish(virtual, transfer) == [514]
     assert pair.a.stats()["rx_packets"] == 1 + 1 + 1 + 2
+
+
+def test_an_error_that_leaves_a_nics_block_is_not_hidden_by_busy(virtual):
+    """Busy is what close says: another NIC still reads this one's memory."""
+    for error in KeyError("why"), None:
+        nic, other = virtual("left"), virtual("other", bytes_per_s=1000)
+        with pytest.raises(type(error) if error else Busy), nic:
+            there, here = nic.register(pattern(4096)), other.register(bytearray(4096))
+            listener = nic.listen(uuid.uuid4().hex)
+            peer = other.connect(listener.address)
+            peer.read(requests(READ, here, there, 0, 0, 4096))
+            if error:
+                raise error
+        with pytest.raises(Busy):
+            nic.close()
