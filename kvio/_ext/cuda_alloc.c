@@ -25,8 +25,7 @@ static int refuse_alloc(struct cuda_dev *dev, int code, const char *call, uint64
 	return cuda_errno(code);
 }
 
-static int alloc(struct cuda_dev *dev, uint64_t nbytes, uint32_t memory, uint64_t *addr,
-		 char *why, size_t room)
+static CUresult alloc(uint64_t nbytes, uint32_t memory, uint64_t *addr)
 {
 	CUdeviceptr device = 0;
 	void *host = NULL;
@@ -39,6 +38,12 @@ static int alloc(struct cuda_dev *dev, uint64_t nbytes, uint32_t memory, uint64_
 		code = cuda.host_alloc(&host, nbytes, ALLOC_FLAGS);
 		*addr = (uint64_t)(uintptr_t)host;
 	}
+	return code;
+}
+
+static int note_alloc(struct cuda_dev *dev, CUresult code, uint64_t nbytes, uint32_t memory,
+		      const uint64_t *addr, char *why, size_t room)
+{
 	if (code == CUDA_OK && memory == KVIO_CUDA_PINNED)
 		cuda_pin_add(dev, *addr, nbytes);
 	if (code == CUDA_OK)
@@ -47,10 +52,14 @@ static int alloc(struct cuda_dev *dev, uint64_t nbytes, uint32_t memory, uint64_
 			    nbytes, why, room);
 }
 
+/* The driver may wait for the GPU here, and when it frees, thus for others' host functions: so the
+ * domain's lock is not held, for which a thread may wait that they wait for. */
 int kvio_cuda_alloc(int device, uint64_t nbytes, uint32_t memory, uint64_t *addr,
 		    char *why, size_t room)
 {
+	CUresult code = CUDA_OK;
 	struct cuda_dev *dev;
+	bool entered = false;
 	int rc;
 
 	if (nbytes == 0) {
@@ -62,10 +71,16 @@ int kvio_cuda_alloc(int device, uint64_t nbytes, uint32_t memory, uint64_t *addr
 		return rc;
 	kvio_domain_lock(&dev->domain);
 	rc = cuda_check_alive(dev, why, room);
-	if (rc == 0 && !cuda_enter(dev)) {
+	if (rc == 0) {
+		entered = cuda_enter(dev);
 		rc = cuda_check_alive(dev, why, room);
-	} else if (rc == 0) {
-		rc = alloc(dev, nbytes, memory, addr, why, room);
+	}
+	pthread_mutex_unlock(&dev->domain.lock);
+	if (entered)
+		code = alloc(nbytes, memory, addr);
+	kvio_domain_lock(&dev->domain);
+	if (entered) {
+		rc = note_alloc(dev, code, nbytes, memory, addr, why, room);
 		cuda_leave(dev);
 	}
 	if (rc < 0)
@@ -80,19 +95,23 @@ int kvio_cuda_alloc(int device, uint64_t nbytes, uint32_t memory, uint64_t *addr
 void kvio_cuda_free(int device, uint64_t addr, uint32_t memory)
 {
 	struct cuda_dev *dev = cuda_dev_find(device);
-	CUresult code;
+	CUresult code = CUDA_OK;
+	bool entered;
 
 	if (!dev)
 		return;
 	kvio_domain_lock(&dev->domain);
-	if (cuda_enter(dev)) {
-		if (memory == KVIO_CUDA_PINNED)
-			cuda_pin_remove(dev, addr);
+	entered = cuda_enter(dev);
+	if (entered && memory == KVIO_CUDA_PINNED)
+		cuda_pin_remove(dev, addr);
+	pthread_mutex_unlock(&dev->domain.lock);
+	if (entered) {
 		code = memory == KVIO_CUDA_DEVICE ? cuda.mem_free(addr) :
 		       cuda.host_free((void *)(uintptr_t)addr);
-		cuda_note(dev, code, "cuMemFree");	/* of a dead device: gone already */
 		cuda_leave(dev);
 	}
+	kvio_domain_lock(&dev->domain);
+	cuda_note(dev, code, "cuMemFree");	/* of a dead device: gone already */
 	cuda_dev_leave(dev);
 	pthread_mutex_unlock(&dev->domain.lock);
 	cuda_dev_put(dev);

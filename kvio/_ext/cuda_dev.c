@@ -157,10 +157,10 @@ static int make_scratch(struct cuda_dev *dev, char *why, size_t room)
 	dev->targets = malloc(CUDA_MAX_COPIES * sizeof(*dev->targets));
 	dev->sources = malloc(CUDA_MAX_COPIES * sizeof(*dev->sources));
 	dev->sizes = malloc(CUDA_MAX_COPIES * sizeof(*dev->sizes));
-	dev->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	dev->waker = cuda_waker_new();
 	dev->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	if (dev->copies && dev->rects && dev->targets && dev->sources && dev->sizes &&
-	    dev->wake_fd >= 0 && dev->kick_fd >= 0)
+	    dev->waker && dev->kick_fd >= 0)
 		return 0;
 	snprintf(why, room, "cuda:%d: out of memory or of file descriptors", dev->ordinal);
 	return -ENOMEM;
@@ -205,12 +205,13 @@ static void give_back_objects(struct cuda_dev *dev)
 
 static void dev_free(struct cuda_dev *dev)
 {
-	const int fds[] = { dev->epoll_fd, dev->timer_fd, dev->kick_fd,
-			    dev->keeps_wake_fd ? -1 : dev->wake_fd };
+	const int fds[] = { dev->epoll_fd, dev->timer_fd, dev->kick_fd };
 
 	for (size_t i = 0; i < sizeof(fds) / sizeof(fds[0]); i++)
 		if (fds[i] >= 0)
 			close(fds[i]);
+	if (dev->waker)
+		cuda_waker_put(dev->waker);
 	while (dev->pins) {
 		struct cuda_pin *pin = dev->pins;
 
@@ -237,7 +238,7 @@ static struct cuda_dev *dev_new(int ordinal)
 		return NULL;
 	dev->ordinal = ordinal;
 	dev->pid = (int)getpid();
-	dev->wake_fd = dev->kick_fd = dev->epoll_fd = dev->timer_fd = -1;
+	dev->kick_fd = dev->epoll_fd = dev->timer_fd = -1;
 	pthread_mutex_init(&dev->domain.lock, NULL);
 	pthread_condattr_init(&attributes);
 	pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);

@@ -60,6 +60,14 @@ struct cuda_chunk {
 	struct cuda_chunk *next;	/* free, or of the same op */
 };
 
+/* An eventfd that host functions write to. They run when the driver comes to them, which may be
+ * after the device was closed, and nobody may wait for that: others' host functions are before
+ * ours, and may want what the closing thread has (Python's lock). So each holds it. */
+struct cuda_waker {
+	int fd;
+	uint32_t refs;			/* the device's, and host functions' to come; atomic */
+};
+
 /* What is shared by all NICs of one device in this process. */
 struct cuda_dev {
 	struct kvio_domain domain;
@@ -94,11 +102,10 @@ struct cuda_dev {
 
 	CUstream own;			/* for kvio_cuda_copy, _fill and measuring */
 	struct cuda_qp *busy;		/* with ops that are not finished */
-	int wake_fd;			/* eventfd: the driver's host function writes it */
+	struct cuda_waker *waker;	/* what the driver's host functions write to */
 	int epoll_fd, timer_fd, kick_fd;	/* see cuda_poll.c */
 	uint64_t timer_ns;		/* when timer_fd goes off; 0: it does not */
 	bool sleeping, kicked;
-	bool keeps_wake_fd;		/* a host function may still come */
 };
 
 struct cuda_nic {
@@ -233,6 +240,8 @@ static inline struct cuda_op *cuda_op_at(const struct cuda_qp *qp, uint32_t at)
 
 /* There is something to finish, for whoever sleeps. */
 void cuda_busy(struct cuda_qp *qp);
+struct cuda_waker *cuda_waker_new(void);	/* NULL: out of memory or file descriptors */
+void cuda_waker_put(struct cuda_waker *waker);
 void cuda_disarm(struct cuda_qp *qp);		/* it is going */
 int cuda_drive(struct kvio_nic *nic, uint64_t now_ns);
 int cuda_poll(struct kvio_nic *nic, struct kvio_wc *wc, uint32_t count);

@@ -156,7 +156,7 @@ static int register_pages(struct cuda_pin *pin, bool for_writing)
 
 	/* Pages that the process itself may only read need a flag, and a driver that knows it. */
 	if (!for_writing && (code == CUDA_NOT_SUPPORTED || code == CUDA_INVALID_VALUE ||
-			     code == CUDA_NOT_PERMITTED)) {
+			     code == CUDA_NOT_PERMITTED || code == CUDA_OPERATING_SYSTEM)) {
 		CUresult again = cuda.host_register(addr, pin->end - pin->addr, REGISTER_FLAGS |
 						    CUDA_HOST_REGISTER_READ_ONLY);
 
@@ -299,8 +299,10 @@ static int reg_host(const struct reason *reason, const struct kvio_region *regio
 	uint64_t addr = region->addr & ~(page - 1);
 	uint64_t end = (region->addr + region->nbytes + page - 1) & ~(page - 1);
 	bool for_writing = region->access & KVIO_LOCAL_WRITE;
-	int rc = pin_pages(reason, addr, end, for_writing, &out->pin);
+	int rc = -EFAULT;
 
+	if (end > addr)		/* else it is the address space that ends there */
+		rc = pin_pages(reason, addr, end, for_writing, &out->pin);
 	if (rc < 0)
 		return rc;
 	out->span = out->pin->addr;

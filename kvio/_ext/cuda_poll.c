@@ -3,13 +3,14 @@
  * Completions: asking events, reporting in posting order; sleeping until there are some.
  *
  * Who sleeps has the driver run a host function behind the first unfinished op of each queue pair
- * (`armed`). It writes wake_fd. One thread sleeps there, others on `moved`; what a driving thread
- * takes from under the sleeper is said by kick_fd. A device that has died runs no host function, so
- * nobody sleeps longer than WATCHDOG_NS while something is in flight.
+ * (`armed`). It writes to the waker. One thread sleeps there, others on `moved`; what a driving
+ * thread takes from under the sleeper is said by kick_fd. A device that has died runs no host
+ * function, so nobody sleeps longer than WATCHDOG_NS while something is in flight.
  */
 #include <poll.h>
 #include <stdio.h>
 #include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
 
@@ -202,13 +203,54 @@ int cuda_poll(struct kvio_nic *base, struct kvio_wc *wc, uint32_t count)
 
 /* ---- being woken ---- */
 
-/* Called by a thread of the driver, which must not be kept waiting. */
-static void wake(void *arg)
+struct cuda_waker *cuda_waker_new(void)
+{
+	struct cuda_waker *waker = calloc(1, sizeof(*waker));
+
+	if (!waker)
+		return NULL;
+	waker->refs = 1;
+	waker->fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	if (waker->fd >= 0)
+		return waker;
+	free(waker);
+	return NULL;
+}
+
+void cuda_waker_put(struct cuda_waker *waker)
+{
+	if (__atomic_sub_fetch(&waker->refs, 1, __ATOMIC_ACQ_REL))
+		return;
+	close(waker->fd);
+	free(waker);
+}
+
+static void wake(struct cuda_waker *waker)
 {
 	uint64_t one = 1;
 
-	if (write((int)(intptr_t)arg, &one, sizeof(one)) < 0)
+	if (write(waker->fd, &one, sizeof(one)) < 0)
 		return;		/* EAGAIN: it is readable already */
+}
+
+/* Called by a thread of the driver, which must not be kept waiting. */
+static void has_passed(void *arg)
+{
+	wake(arg);
+	cuda_waker_put(arg);
+}
+
+/* In the notifying stream now. What a context that died never calls keeps the waker for good. */
+static CUresult launch_waker(struct cuda_qp *qp)
+{
+	struct cuda_waker *waker = cuda_nic_of(qp)->dev->waker;
+	CUresult code;
+
+	__atomic_add_fetch(&waker->refs, 1, __ATOMIC_RELAXED);
+	code = cuda.host_func(qp->notify, has_passed, waker);
+	if (code != CUDA_OK)
+		cuda_waker_put(waker);
+	return code;
 }
 
 /* A host function behind the first unfinished op. A stream of its own, for copies that follow in
@@ -220,7 +262,7 @@ static void arm_one(struct cuda_qp *qp)
 	CUresult code = CUDA_OK;
 
 	if (!op->event) {
-		wake((void *)(intptr_t)dev->wake_fd);
+		wake(dev->waker);
 		return;
 	}
 	if (op->unrecorded)
@@ -234,9 +276,7 @@ static void arm_one(struct cuda_qp *qp)
 	}
 	code = cuda_note(dev, cuda.stream_wait(qp->notify, op->event, 0), "cuStreamWaitEvent");
 	if (code == CUDA_OK)
-		code = cuda_note(dev, cuda.host_func(qp->notify, wake,
-						     (void *)(intptr_t)dev->wake_fd),
-				 "cuLaunchHostFunc");
+		code = cuda_note(dev, launch_waker(qp), "cuLaunchHostFunc");
 	qp->armed = code == CUDA_OK;
 }
 
@@ -265,21 +305,12 @@ void cuda_busy(struct cuda_qp *qp)
 		arm_all(dev);
 }
 
-/* No host function may come once wake_fd is closed, and somebody else's file has its number. */
 void cuda_disarm(struct cuda_qp *qp)
 {
 	struct cuda_nic *nic = cuda_nic_of(qp);
 	struct cuda_dev *dev = nic->dev;
 	struct cuda_qp **link;
 
-	if (qp->notify && cuda_is_ours(dev)) {
-		bool entered = cuda_enter(dev);
-
-		if (!entered || cuda.stream_sync(qp->notify) != CUDA_OK)
-			dev->keeps_wake_fd = true;
-		if (entered)
-			cuda_leave(dev);
-	}
 	for (link = &dev->busy; *link; link = &(*link)->next_busy)
 		if (*link == qp) {
 			*link = qp->next_busy;
@@ -307,7 +338,7 @@ int cuda_drive(struct kvio_nic *base, uint64_t now_ns)
 	struct cuda_dev *dev = ((struct cuda_nic *)base)->dev;
 
 	if ((dev->sleeping || base->domain->has_event_fd) && cuda_is_ours(dev))
-		read_all(dev->wake_fd);		/* before the events are asked: nothing is lost */
+		read_all(dev->waker->fd);	/* before the events are asked: nothing is lost */
 	if (finish_all(dev))
 		return 1;
 	if (dev->sleeping)
@@ -333,7 +364,7 @@ int cuda_sleep(struct kvio_nic *base, uint64_t timeout_ns)
 	struct cuda_nic *nic = (struct cuda_nic *)base;
 	struct cuda_dev *dev = nic->dev;
 	struct pollfd fds[2] = {
-		{ .fd = dev->wake_fd, .events = POLLIN },
+		{ .fd = dev->waker->fd, .events = POLLIN },
 		{ .fd = dev->kick_fd, .events = POLLIN },
 	};
 	uint64_t nap_ns = timeout_ns < WATCHDOG_NS ? timeout_ns : WATCHDOG_NS;
@@ -356,7 +387,7 @@ int cuda_sleep(struct kvio_nic *base, uint64_t timeout_ns)
 	dev->sleeping = false;
 	if (dev->kicked)
 		read_all(dev->kick_fd);
-	read_all(dev->wake_fd);
+	read_all(dev->waker->fd);
 	pthread_cond_broadcast(&dev->domain.moved);
 	return 0;
 }
@@ -370,7 +401,7 @@ static int make_epoll(struct cuda_dev *dev)
 
 	dev->timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
 	if (fd >= 0 && dev->timer_fd >= 0 &&
-	    epoll_ctl(fd, EPOLL_CTL_ADD, dev->wake_fd, &event) == 0 &&
+	    epoll_ctl(fd, EPOLL_CTL_ADD, dev->waker->fd, &event) == 0 &&
 	    epoll_ctl(fd, EPOLL_CTL_ADD, dev->timer_fd, &event) == 0)
 		return fd;
 	if (fd >= 0)

@@ -17,7 +17,12 @@ static int check_stream(struct cuda_nic *nic, uint64_t stream)
 		return cuda_check_alive(nic->dev, nic->why, sizeof(nic->why));
 	if (code == CUDA_OK && context == nic->dev->context) {
 		/* Our stream would become part of the graph, and what is in it wait for ever. */
-		cuda.is_capturing((CUstream)(uintptr_t)stream, &capture);
+		code = cuda.is_capturing((CUstream)(uintptr_t)stream, &capture);
+		if (code != CUDA_OK) {	/* the default one: another's capture would be spoilt */
+			cuda_refuse(nic->dev, code, "cuStreamIsCapturing", nic->why,
+				    sizeof(nic->why));
+			return -EXDEV;
+		}
 		if (capture == CUDA_CAPTURE_STATUS_NONE)
 			return 0;
 		snprintf(nic->why, sizeof(nic->why), "cuda:%d: stream %#llx is being captured into "

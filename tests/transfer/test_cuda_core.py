@@ -1,15 +1,19 @@
 """The core of the provider cuda on the fake libcuda: what goes into a queue pair's stream and in
 which order, calls that fail in the middle, completion and who is woken by it."""
 import asyncio
+import contextlib
 import errno
+import gc
+import os
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from kvio.errors import Busy, KvioError, TransferError
 from kvio.layout import READ, SGE_DTYPE, WRITE
-from kvio.transfer import COLLECTIVE, KV
+from kvio.transfer import COLLECTIVE, KV, Nic
 from nics import pattern, requests
 
 H2D, D2H = "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"
@@ -179,6 +183,18 @@ def test_a_sticky_error_ends_every_batch_and_everything_else(bench, fake_cuda, c
     b.nic.close()
 
 
+@pytest.mark.parametrize("code", [226, 721, 810])
+def test_codes_that_end_a_context_in_newer_drivers_leave_no_batch_in_flight(bench, fake_cuda, code):
+    """CONTAINED, TENSOR_MEMORY_LEAK, MPS_CLIENT_TERMINATED: no event can be recorded any more."""
+    b = bench()
+    b.peer.read(b.read(0, 64)).wait()
+    fake_cuda.fail(H2D, code, sticky=True)
+    transfer = b.peer.read(b.read(0, 64))
+    with pytest.raises(TransferError, match="FATAL_ERR"):
+        transfer.wait(10)
+    b.nic.close()
+
+
 def test_closing_waits_for_what_the_stream_has(bench, fake_cuda):
     b = bench()
     fake_cuda.hold()
@@ -214,6 +230,64 @@ def test_threads_that_wait_are_woken_whoever_drives(bench, fake_cuda):
             b.nic.poll()
             thread.join(0.001)
     assert (b.hbm[:32768] == b.host[:32768]).all()
+
+
+def test_closing_waits_for_no_host_function(gpu, fake_cuda):
+    """The driver may have put it behind an application's, which may wait for the closing thread. It
+    runs after the device was closed, and closes its descriptor then."""
+    before, host = eventfds(), pattern(NBYTES, 2)
+    tensor, _ = gpu.tensor(NBYTES)
+    nic = Nic.open("cuda:0", copy="loop")
+    near, far = nic.register(tensor), nic.register(host)
+    nic.listen("me")
+    peer = nic.connect("me", [KV])
+    wrs = requests(READ, near, far, 0, 0, NBYTES)
+    peer.read(wrs).wait()
+    ours = next(stream for name, stream, *_ in fake_cuda.log() if name == H2D)
+    fake_cuda.hold(ours)
+    calls = fake_cuda.calls("cuLaunchHostFunc")
+    waiting = threading.Thread(target=peer.read(wrs).wait)
+    waiting.start()
+    while fake_cuda.calls("cuLaunchHostFunc") == calls:
+        waiting.join(0.001)
+    notify = [stream for name, stream, *_ in fake_cuda.log() if name == "cuLaunchHostFunc"][-1]
+    fake_cuda.hold(notify)
+    fake_cuda.hold(ours, False)
+    waiting.join()                      # it looks by itself: nobody calls it
+    nic.close()
+    del waiting, nic, peer, near, far
+    assert fake_cuda.queued(notify) and eventfds() == before + 1
+    fake_cuda.hold(notify, False)
+    for _ in range(1000):
+        if eventfds() == before:
+            return
+        time.sleep(0.01)
+    pytest.fail("nobody closed what the host function wrote to")
+
+
+def eventfds():
+    gc.collect()
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            count += "eventfd" in os.readlink(f"/proc/self/fd/{fd}")
+    return count
+
+
+def test_who_moves_blocks_does_not_wait_for_memory_that_is_freed(bench, fake_cuda):
+    """The driver may wait for the GPU then, and the GPU for an application's host function."""
+    b = bench()
+    memory = [b.nic.device_memory(4096)]
+    before = fake_cuda.calls("cuCtxPushCurrent_v2")
+    fake_cuda.cost("cuMemFree_v2", call_ns=2_000_000_000)
+    freeing = threading.Thread(target=memory.clear)
+    freeing.start()
+    while fake_cuda.calls("cuCtxPushCurrent_v2") == before:
+        freeing.join(0.001)
+    b.peer.read(b.read()).wait()
+    assert fake_cuda.calls("cuMemFree_v2") == 0
+    freeing.join()
+    assert fake_cuda.calls("cuMemFree_v2") == 1 and (b.hbm == b.host).all()
 
 
 def test_a_sleeper_is_woken_by_the_driver(bench, fake_cuda):
@@ -286,6 +360,26 @@ def test_a_stream_that_is_being_captured_is_refused(bench, gpu, fake_cuda):
     assert b.moved(before) == []
     b.peer.read(b.read(), after=stream).wait()
     assert (b.hbm == b.host).all()
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+def test_a_default_stream_is_left_alone_while_another_is_captured(bench, fake_cuda, stream):
+    """STREAM_CAPTURE_IMPLICIT: whatever is done with it then spoils the capture."""
+    b = bench()
+    for call in "read", "block":
+        transfer, before = b.peer.read(b.read()), len(fake_cuda.log())
+        fake_cuda.fail("cuStreamIsCapturing", 906)
+        with pytest.raises(KvioError, match="cuStreamIsCapturing|does not wait for it"):
+            if call == "read":
+                b.peer.read(b.read(), after=stream)
+            else:
+                with fake_cuda.held():
+                    held = b.peer.read(b.read())
+                    before = len(fake_cuda.log())
+                    held.block_stream(stream)
+        touched = [name for name, at, *_ in fake_cuda.log()[before:] if at == stream]
+        assert not {"cuEventRecord", "cuStreamWaitEvent"} & set(touched)
+        transfer.wait()
 
 
 def test_others_captures_are_left_alone(bench, fake_cuda):

@@ -199,6 +199,23 @@ def test_memory_that_is_mapped_for_reading(fake_cuda, gpu, tmp_path):
     assert fake_cuda.objects()["registered"] == 0
 
 
+def test_drivers_that_say_otherwise_that_pages_are_read_only(fake_cuda, gpu):
+    nic, host = gpu.nic(), Host(2)
+    for error in 1, 304, 800, 801:              # 304: OPERATING_SYSTEM
+        fake_cuda.fail("cuMemHostRegister_v2", error)
+        region = nic.register(host.bytes, Access.REMOTE_READ)
+        nic.deregister(region)
+
+
+def test_the_last_page_of_the_address_space_is_no_memory(fake_cuda):
+    nic = _nic.Nic("cuda", None, "0", copy_way=0)
+    for addr, nbytes in ((2**64 - PAGE, PAGE - 1), (2**64 - 5, 4),
+                         (2**64 - 3 * PAGE, 3 * PAGE - 1)):
+        with pytest.raises(OSError, match="Bad address"):
+            nic.reg(None, addr, nbytes, _nic.LOCAL_WRITE)
+    nic.close()
+
+
 # ---- the GPU's memory
 
 def test_memory_that_is_mapped_in_pieces_is_one_region(fake_cuda, gpu):

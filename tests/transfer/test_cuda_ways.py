@@ -396,7 +396,7 @@ def test_the_cheapest_way_is_taken(machine, new_gpu, call_us, pieces, expected):
 def test_a_device_is_measured_once(machine, new_gpu):
     first = machine().nic.info()["copy"]
     calls = new_gpu.calls("cuStreamSynchronize")
-    assert first["measured"] and calls > 50
+    assert first["measured"] and calls >= 50
     assert machine(max_sms=3).nic.info()["copy"] == first
     assert new_gpu.calls("cuStreamSynchronize") == calls
 
