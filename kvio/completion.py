@@ -156,8 +156,8 @@ class Transfer:
             return InvalidArgument(what + "only what a GPU's NIC (Nic.open(\"cuda:0\")) moves can "
                                    "be waited for by a stream; wait() or await it instead")
         if refused.errno == errno.EXDEV:
-            return InvalidArgument(what + f"{stream!r} belongs to another GPU than the transfer's "
-                                   f"NIC ({self._handle.device}), or not to its primary context")
+            return InvalidArgument(what + f"{stream!r} is not of the primary context of the "
+                                   f"transfer's GPU ({self._handle.device}), or is being captured")
         if refused.errno == errno.EAGAIN:
             return Busy(what + "part of it is not yet posted, as the queue is full: wait() for it, "
                         "or open the NIC with a larger queue_depth")

@@ -37,10 +37,10 @@ bool cuda_enter(struct cuda_dev *dev)
 	if (!cuda_is_ours(dev) || !dev->context)
 		return false;
 	code = cuda.ctx_push(dev->context);
-	if (code != CUDA_OK && !dev->dead.code)		/* of no use, whatever the reason */
-		dev->dead = (struct cuda_failure){ .code = code, .call = "cuCtxPushCurrent" };
-	if (code != CUDA_OK)
+	if (code != CUDA_OK) {		/* of no use, whatever the reason */
+		cuda_died(dev, code, "cuCtxPushCurrent");
 		return false;
+	}
 	others_mode = CUDA_CAPTURE_MODE_RELAXED;
 	cuda.capture_mode(&others_mode);
 	return true;
@@ -54,10 +54,18 @@ void cuda_leave(struct cuda_dev *dev)
 	cuda.ctx_pop(&ours);
 }
 
+void cuda_died(struct cuda_dev *dev, int code, const char *call)
+{
+	if (dev->dead.code)
+		return;
+	dev->dead = (struct cuda_failure){ .code = code, .call = call };
+	dev->died_ns = kvio_monotonic_ns();
+}
+
 int cuda_note(struct cuda_dev *dev, int code, const char *call)
 {
-	if (cuda_is_sticky(code) && !dev->dead.code)
-		dev->dead = (struct cuda_failure){ .code = code, .call = call };
+	if (cuda_is_sticky(code))
+		cuda_died(dev, code, call);
 	return code;
 }
 

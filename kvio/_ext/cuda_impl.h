@@ -78,7 +78,8 @@ struct cuda_dev {
 	uint32_t users;			/* of the driver's objects: open NICs and memory */
 	CUdevice device;
 	CUcontext context;
-	struct cuda_failure dead;	/* the context's sticky error */
+	struct cuda_failure dead;	/* the context's sticky error, see cuda_died */
+	uint64_t died_ns;
 	struct kvio_cuda_info info;	/* name, versions, `missing`, costs */
 	CUmodule module;
 	CUfunction kernel;		/* NULL: none */
@@ -132,7 +133,8 @@ struct cuda_op {
 	uint32_t ways;
 	bool every;			/* each was to be signalled, */
 	bool last;			/* or its last one, or none */
-	bool unrecorded;		/* the event could not be recorded yet */
+	bool unrecorded;		/* the event could not be recorded yet, since */
+	uint64_t since_ns;
 	struct cuda_chunk *chunks;
 	uint64_t nbytes[2], copies[2];	/* handed to the stream: written, read */
 };
@@ -205,6 +207,8 @@ bool cuda_enter(struct cuda_dev *dev);
 void cuda_leave(struct cuda_dev *dev);
 CUevent cuda_event_take(struct cuda_dev *dev);		/* NULL: out of memory */
 void cuda_event_give(struct cuda_dev *dev, CUevent event);
+/* The context is of no use any more: the first reason is kept. */
+void cuda_died(struct cuda_dev *dev, int code, const char *call);
 /* Remembers a sticky error. Returns code. */
 int cuda_note(struct cuda_dev *dev, int code, const char *call);
 /* The same, with a text. As -errno. */

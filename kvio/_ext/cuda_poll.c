@@ -17,6 +17,8 @@
 #include "cuda_impl.h"
 
 #define WATCHDOG_NS 20000000u
+#define STOP_NS UINT64_C(100000000)	/* for the engines of a context that has died */
+#define RECORD_NS UINT64_C(5000000000)	/* an event that cannot be recorded is tried so long */
 
 /* ---- finishing ops ---- */
 
@@ -50,7 +52,9 @@ static void count_bytes(struct cuda_qp *qp, const struct cuda_op *op)
 
 /*
  * Has the stream passed? A context that has died takes nothing forward: whatever the driver then
- * says, other than that the work still runs, is the end. Our context is current, or cannot be.
+ * says, other than that the work still runs, is the end. It says nowhere when the engines have
+ * stopped, so they are given STOP_NS before their memory is anybody's. Our context is current, or
+ * cannot be.
  */
 static bool is_past(struct cuda_qp *qp, struct cuda_op *op, bool entered)
 {
@@ -62,8 +66,11 @@ static bool is_past(struct cuda_qp *qp, struct cuda_op *op, bool entered)
 	if (entered && op->unrecorded) {
 		code = cuda_note(dev, cuda.event_record(op->event, qp->stream), "cuEventRecord");
 		op->unrecorded = code != CUDA_OK;
-		if (op->unrecorded && !dev->dead.code)
-			return false;
+		if (op->unrecorded && !dev->dead.code) {
+			if (kvio_monotonic_ns() - op->since_ns < RECORD_NS)
+				return false;
+			cuda_died(dev, code, "cuEventRecord");	/* a code that we do not know */
+		}
 	}
 	if (entered && !op->unrecorded)
 		code = cuda.event_query(op->event);
@@ -73,8 +80,10 @@ static bool is_past(struct cuda_qp *qp, struct cuda_op *op, bool entered)
 		count_bytes(qp, op);
 		return true;
 	}
-	if (entered && !dev->dead.code)		/* a code that we do not know is no better */
-		dev->dead = (struct cuda_failure){ .code = code, .call = "cuEventQuery" };
+	if (entered)		/* a code that we do not know is no better than those we do */
+		cuda_died(dev, code, "cuEventQuery");
+	if (dev->dead.code && kvio_monotonic_ns() - dev->died_ns < STOP_NS)
+		return false;
 	cuda_fail(qp, true);
 	op->status = KVIO_WC_FATAL_ERR;
 	cuda_check_alive(dev, qp->why, sizeof(qp->why));

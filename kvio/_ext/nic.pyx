@@ -125,15 +125,25 @@ cdef class Nic:
     def reg(self, owner, uint64_t addr, uint64_t nbytes, uint32_t access) -> int:
         """Register memory that lives at least as long as `owner`; its key."""
         cdef uint64_t key = 0
+        cdef int rc
         self._check_open()
-        check(kvio_nic_reg(self._nic, addr, nbytes, access, &key))
+        self.calls += 1
+        with nogil:                     # a GPU's driver may wait for what Python has to run
+            rc = kvio_nic_reg(self._nic, addr, nbytes, access, &key)
+        self.calls -= 1
+        check(rc)
         self.owners[key] = owner
         return key
 
     def dereg(self, uint64_t key):
         """EBUSY while a batch in flight names it, ENOENT if it is unknown."""
+        cdef int rc
         self._check_open()
-        check(kvio_nic_dereg(self._nic, key))
+        self.calls += 1
+        with nogil:
+            rc = kvio_nic_dereg(self._nic, key)
+        self.calls -= 1
+        check(rc)
         del self.owners[key]
 
     def check_idle(self, uint64_t key):
@@ -231,14 +241,18 @@ cdef class Nic:
 
     def close(self):
         """EBUSY while something is in flight or a region is in use."""
+        cdef int rc
         if self.closed:
             return
         with nogil:
             kvio_nic_drive(self._nic)
         if self.calls:
             check(-EBUSY)
-        check(kvio_nic_close(self._nic))
-        self.closed = True
+        self.closed = True              # nobody begins anything meanwhile
+        with nogil:
+            rc = kvio_nic_close(self._nic)
+        self.closed = rc == 0
+        check(rc)
         self.owners.clear()
 
 

@@ -136,6 +136,8 @@ static CUresult refusal(enum function fn, enum needs needs)
 	fault = fault_of((int)fn);
 	if (fault && fault->sticky && context)
 		context_died(context, (CUresult)fault->code);
+	if (fault && fault->sticky && context)
+		context_stops(context);
 	if (fault)
 		return (CUresult)fault->code;
 	if (needs != CONTEXT)
@@ -144,6 +146,8 @@ static CUresult refusal(enum function fn, enum needs needs)
 		return CUDA_ERROR_INVALID_CONTEXT;
 	if (!is_context(context))
 		return CUDA_ERROR_CONTEXT_IS_DESTROYED;
+	if (context->sticky)
+		context_stops(context);
 	return context->sticky;
 }
 

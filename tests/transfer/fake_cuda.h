@@ -294,6 +294,7 @@ uint64_t num_streams(void);
 void streams_of_context_died(CUcontext context);
 CUresult context_finish(CUcontext context);
 void streams_wake(void);
+void context_stops(CUcontext context);
 
 /* ---- fake_cuda_event.c ---- */
 

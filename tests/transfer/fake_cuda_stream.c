@@ -195,6 +195,22 @@ void stream_add(CUstream stream, struct op *op)
 	enqueue(stream, op);
 }
 
+/* Whoever hears that the context has died may free the memory of what ran in it. */
+void context_stops(CUcontext context)
+{
+	CUstream each = streams;
+
+	while (each) {
+		if (each->context == context && each->running && each->head &&
+		    each->head->kind != HOST_FUNCTION) {
+			pthread_cond_wait(&changed, &lock);
+			each = streams;		/* they may be others now */
+		} else {
+			each = each->next;
+		}
+	}
+}
+
 void streams_wake(void)
 {
 	for (CUstream each = streams; each; each = each->next)

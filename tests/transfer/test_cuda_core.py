@@ -195,6 +195,17 @@ def test_codes_that_end_a_context_in_newer_drivers_leave_no_batch_in_flight(benc
     b.nic.close()
 
 
+def test_an_event_that_can_never_be_recorded_ends_its_batch_all_the_same(bench, fake_cuda):
+    """With a code that no driver of today knows, after 5 s of trying."""
+    b = bench()
+    fake_cuda.fail("cuEventRecord", 998, times=10**9)
+    transfer = b.peer.read(b.read(0, 64))
+    with pytest.raises(TransferError, match="FATAL_ERR.*cuEventRecord"):
+        transfer.wait(30)
+    b.nic.close()
+    fake_cuda.reset()
+
+
 def test_closing_waits_for_what_the_stream_has(bench, fake_cuda):
     b = bench()
     fake_cuda.hold()
