@@ -42,7 +42,7 @@ endif
 
 help:
 	@echo 'make demo      the real model over both read paths, then the timed run (< 2 min, set-up aside)'
-	@echo 'make test      all tests, benchmarks once each, the wheel (some 15 min)'
+	@echo 'make test      all tests, benchmarks once each, the wheel (some 20 min)'
 	@echo 'make bench     the benchmarks, with their table of ratios'
 	@echo 'make lab       verbs on real RDMA packets, in a virtual machine (< 10 min, set-up aside); installs QEMU'
 	@echo 'make soak      kill -9, power cuts, random faults for long (KILLS=500 CUTS=100'

@@ -92,16 +92,17 @@ def per_block(samples, case):
     return [sample.submit_ns / 1e3 / case.count for sample in samples]
 
 
+@pytest.fixture(scope="class")
+def bare(copy_report, smoke):
+    size, count = MUST_LARGE
+    made = opened(copy_report, SMALL_NBYTES if smoke else size * count, first="loop")
+    yield made
+    made.close()
+
+
 class TestGpuKernelSms:
     """The kernel on 1, 2, 4, 8, 16 SMs: 8 are to reach 0.9 of the link. Before `gpu` is opened,
     whose first NIC measures how many SMs are worth while; from then on it takes no more."""
-
-    @pytest.fixture(scope="class")
-    def bare(self, copy_report, smoke):
-        size, count = MUST_LARGE
-        made = opened(copy_report, SMALL_NBYTES if smoke else size * count, first="loop")
-        yield made
-        made.close()
 
     @pytest.mark.parametrize("direction", ["H2D", "D2H"])
     def test_gpu_kernel_sms(self, benchmark, bare, copy_report, direction):
