@@ -109,6 +109,7 @@ def fake_cuda(fake_cuda_library):
     have happened that a GPU would have answered with corrupt memory."""
     fake = fake_cuda_library
     fake.reset()
+    gc.collect()                            # NICs that tests before this one have dropped
     before = fake.objects(), fake.depth()
     yield fake
     fake.hold(held=False)
