@@ -1,12 +1,15 @@
 """HBM for the tests of engines on a GPU: on the fake libcuda, whose device memory the CPU cannot
 touch by its address, or on the machine's own where KVIO_REQUIRE names cuda."""
 import contextlib
+import gc
 import os
 import sys
 
 import numpy as np
+import pytest
 from require import parts_used, required, skip_or_fail
 
+from kvio import completion
 from kvio.memory import POISON
 from kvio.transfer import Nic
 
@@ -34,6 +37,25 @@ def opened(controls=True):
         if fake is not None:
             fake.reset()
         yield fake
+
+
+@pytest.fixture(scope="module")
+def device():
+    with opened() as fake:
+        yield fake
+
+
+@pytest.fixture
+def fake(device):
+    """Whatever a test has done, all it had of the driver is given back in the end."""
+    gc.collect()                            # what other tests have left
+    device.reset()
+    before = device.objects()
+    yield device
+    gc.collect()
+    assert completion.in_flight() == 0
+    assert device.objects() == before
+    assert device.violations() == []
 
 
 def bytes_of(fake, region) -> np.ndarray:

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from flows import (ATTENTION, LAYOUT, POLICIES, TIMED, assert_all_is_given_back, config,
                    figures_of, model_compute, run, sessions, timed_compute)
-from on_device import DEVICE, bytes_of, left_behind, opened
+from on_device import DEVICE, bytes_of, device, fake, left_behind, opened    # noqa: F401
 
-from kvio import completion
 from kvio.engine.cluster import Cluster, ClusterConfig
 from kvio.engine.collectives import CollectiveSetting
 from kvio.engine.compute import TimedCompute
@@ -27,25 +26,6 @@ RUNS = {"none": ("none", None, None), "basic": ("basic", None, None),
         "dualpath": ("dualpath", None, None), "split": ("dualpath", "split", None),
         "push": ("dualpath", "push", None), "push_any": ("dualpath", "push_any", None),
         "chunks": ("dualpath", "push", 2e-5)}
-
-
-@pytest.fixture(scope="module")
-def device():
-    with opened() as fake:
-        yield fake
-
-
-@pytest.fixture
-def fake(device):
-    """Whatever a test has done, all it had of the driver is given back in the end."""
-    gc.collect()                            # what other tests have left
-    device.reset()
-    before = device.objects()
-    yield device
-    gc.collect()
-    assert completion.in_flight() == 0
-    assert device.objects() == before
-    assert device.violations() == []
 
 
 def setting(name, layout, **changes):

@@ -1,7 +1,6 @@
 """Failures with HBM in device memory, on the fake libcuda: engines that die, NICs and calls of the
 driver that fail, at many steps of a request. The tokens are right, and nothing is left behind."""
 import asyncio
-import gc
 import json
 import os
 import subprocess
@@ -9,9 +8,8 @@ import sys
 
 import pytest
 from failing import LAYOUT, Steps, compute, config, new_pool, prime, right_tokens
-from on_device import DEVICE, left_behind, opened
+from on_device import DEVICE, device, fake, left_behind     # noqa: F401
 
-from kvio import completion
 from kvio.engine.cluster import Cluster
 from kvio.errors import EngineLost
 from kvio.scheduler import DE, PE
@@ -22,24 +20,6 @@ NUM_NEW = 7
 EXPECTED = right_tokens(PROMPT, NUM_NEW)
 FLOWS = "split", "push"
 EVERY = 5                                   # a step of so many; which ones depends on the flow
-
-
-@pytest.fixture(scope="module")
-def device():
-    with opened() as fake:
-        yield fake
-
-
-@pytest.fixture
-def fake(device):
-    gc.collect()                            # what other tests have left
-    device.reset()
-    before = device.objects()
-    yield device
-    gc.collect()
-    assert completion.in_flight() == 0
-    assert device.objects() == before
-    assert device.violations() == []
 
 
 class Served:
