@@ -133,8 +133,7 @@ struct cuda_op {
 	uint32_t ways;
 	bool every;			/* each was to be signalled, */
 	bool last;			/* or its last one, or none */
-	bool unrecorded;		/* the event could not be recorded yet, since */
-	uint64_t since_ns;
+	bool unrecorded;		/* the event could not be recorded yet */
 	struct cuda_chunk *chunks;
 	uint64_t nbytes[2], copies[2];	/* handed to the stream: written, read */
 };

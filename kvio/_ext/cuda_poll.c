@@ -18,7 +18,6 @@
 
 #define WATCHDOG_NS 20000000u
 #define STOP_NS UINT64_C(100000000)	/* for the engines of a context that has died */
-#define RECORD_NS UINT64_C(5000000000)	/* an event that cannot be recorded is tried so long */
 
 /* ---- finishing ops ---- */
 
@@ -66,11 +65,8 @@ static bool is_past(struct cuda_qp *qp, struct cuda_op *op, bool entered)
 	if (entered && op->unrecorded) {
 		code = cuda_note(dev, cuda.event_record(op->event, qp->stream), "cuEventRecord");
 		op->unrecorded = code != CUDA_OK;
-		if (op->unrecorded && !dev->dead.code) {
-			if (kvio_monotonic_ns() - op->since_ns < RECORD_NS)
-				return false;
-			cuda_died(dev, code, "cuEventRecord");	/* a code that we do not know */
-		}
+		if (op->unrecorded && !dev->dead.code)
+			return false;
 	}
 	if (entered && !op->unrecorded)
 		code = cuda.event_query(op->event);
@@ -80,7 +76,9 @@ static bool is_past(struct cuda_qp *qp, struct cuda_op *op, bool entered)
 		count_bytes(qp, op);
 		return true;
 	}
-	if (entered)		/* a code that we do not know is no better than those we do */
+	if (entered && !dev->dead.code && !cuda_is_sticky(code))
+		return false;	/* proves nothing: the copy may run yet */
+	if (entered)
 		cuda_died(dev, code, "cuEventQuery");
 	if (dev->dead.code && kvio_monotonic_ns() - dev->died_ns < STOP_NS)
 		return false;

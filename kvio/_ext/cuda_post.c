@@ -251,7 +251,6 @@ static void post_ready(struct cuda_qp *qp, const struct kvio_post *post, uint32_
 		/* Also behind a segment that failed: part of it may be in the stream. */
 		code = cuda.event_record(event, qp->stream);
 		op->unrecorded = cuda_note(nic->dev, code, "cuEventRecord") != CUDA_OK;
-		op->since_ns = op->unrecorded ? kvio_monotonic_ns() : 0;
 	} else {
 		cuda_event_give(nic->dev, event);
 		op->event = NULL;
